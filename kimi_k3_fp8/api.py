@@ -1,0 +1,74 @@
+"""The whole story on one page: plan, run the jobs, assemble, validate, publish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from kimi_k3_fp8.assembly import assemble, publish, write_record
+from kimi_k3_fp8.execution import execute, open_run
+from kimi_k3_fp8.planning import Engine, plan
+from kimi_k3_fp8.recipe import Recipe
+from kimi_k3_fp8.validation import Report, validate
+
+
+def quantize(
+    source: str | os.PathLike[str],
+    save_directory: str | os.PathLike[str] | None = None,
+    recipe: Recipe | None = None,
+    *,
+    devices: Sequence[str] | None = None,
+    workers: int | None = None,
+    max_shard_size: int | str = "5GB",
+    executor: Executor | None = None,
+    engine: Engine = "llm_compressor",
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Report:
+    """Make an FP8_BLOCK checkpoint of a Kimi-K3 checkpoint. The defaults are the published recipe.
+
+    source: the folder of the checkpoint. save_directory: where the result appears, whole, at the end;
+        by default the source's last name + "-FP8-BLOCK".
+    devices: torch's names, e.g. ["cuda:0", "cuda:1"]; by default every accelerator, else the CPU.
+    workers: processes; by default one per accelerator, or on the CPU as many as cores and memory let.
+    max_shard_size: the most bytes of tensors in an output shard, written like "5GB".
+    executor: any concurrent.futures.Executor whose workers see source and save_directory, in place of
+        this machine's workers.
+    engine: "llm_compressor" sends everything through its `model_free_ptq`. "transcode" turns MXFP4
+        weights into the same bytes by table, many times faster, on the CPU.
+    overwrite: replace what is at save_directory; it stays until the result is complete.
+
+    Killed or failed, the same call continues: finished jobs are kept in save_directory + ".partial".
+
+    Raises SourceError and PlanError before anything is created; JobError, ResumeError and
+    RunLockedError during the run; ValidationError if the result is not what the recipe promises.
+    """
+    work = plan(
+        source,
+        recipe,
+        save_directory=save_directory,
+        max_shard_size=max_shard_size,
+        devices=devices,
+        workers=workers,
+        engine=engine,
+        overwrite=overwrite,
+    )
+    work.raise_for_problems()
+    with open_run(work) as staging:
+        receipts, ran = execute(work, staging, executor=executor, progress=progress)
+        folder = assemble(work, staging)
+        report = validate(folder, work.recipe, source=source)
+        report.raise_for_problems()
+        report = report.model_copy(
+            update={
+                "checkpoint": str(work.save_directory),
+                "jobs_run": ran,
+                "jobs_kept": len(receipts) - ran,
+            }
+        )
+        write_record(folder, work, receipts, report.model_dump(mode="json"))
+        publish(folder, work.save_directory)
+    shutil.rmtree(staging.path, ignore_errors=True)
+    return report
