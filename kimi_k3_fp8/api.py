@@ -64,6 +64,7 @@ def quantize(
         report = report.model_copy(
             update={
                 "checkpoint": str(work.save_directory),
+                "problems": (*work.problems, *report.problems),
                 "jobs_run": ran,
                 "jobs_kept": len(receipts) - ran,
             }

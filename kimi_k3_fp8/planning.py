@@ -41,7 +41,7 @@ from kimi_k3_fp8.machine import (
 )
 from kimi_k3_fp8.recipe import BLOCK, Recipe
 from kimi_k3_fp8.staging import RunRecord, Staging, current_versions
-from kimi_k3_fp8.tables import html_table, text_table
+from kimi_k3_fp8.tables import compact, html_table, text_table
 
 Engine = Literal["llm_compressor", "transcode"]
 SourceFormat = Literal["mxfp4", "plain"]
@@ -207,7 +207,7 @@ class Plan:
     def _rows(self) -> list[tuple[str, ...]]:
         totals: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
         for module in self.modules:
-            decision = "FP8" if module.quantized else "keep"
+            decision = "FP8" if module.quantized else "same"
             totals[module.module_class, decision, module.rule] += Counter(
                 modules=1, parameters=module.parameters, into=module.bytes_in, out=module.bytes_out
             )
@@ -215,16 +215,16 @@ class Plan:
             (
                 kind,
                 f"{total['modules']:,}",
-                f"{total['parameters'] / 1e9:,.3f}",
-                f"{total['into'] / 1e9:,.2f}",
-                f"{total['out'] / 1e9:,.2f}",
+                compact(total["parameters"]),
+                f"{compact(total['into'])}B",
+                f"{compact(total['out'])}B",
                 decision,
                 rule,
             )
             for (kind, decision, rule), total in totals.items()
         ]
 
-    _HEADINGS = ("class", "modules", "params (G)", "GB in", "GB out", "", "because")
+    _HEADINGS = ("class", "modules", "params", "in", "out", "", "because")
 
     def _facts(self) -> list[str]:
         return [
@@ -343,7 +343,7 @@ def make_plan(
         problems.append(_resumed(staging, begun.job_bytes, max_shard_bytes))
     if chosen is None:
         problems.append(_memory_problem(machine, jobs, devices))
-    scratch = chosen.job_bytes * len(chosen.devices) if chosen else 0
+    scratch = max((job.bytes_out for job in jobs), default=0) * (len(chosen.devices) if chosen else 1)
     needed = sum(job.bytes_out + job.header_size for job in jobs) + scratch + _side_bytes(checkpoint)
     free = shutil.disk_usage(_existing(save_directory)).free + staging.staged_bytes()
     problems += _place_problems(checkpoint, save_directory, needed, free, overwrite)

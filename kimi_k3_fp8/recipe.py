@@ -88,7 +88,7 @@ PUBLISHED_RULES: tuple[IgnoreRule, ...] = (
         reason="decides which experts run; small, and always served unquantized",
     ),
     IgnoreRule(
-        name="attention residual",
+        name="attn residual",
         pattern="re:.*self_attention_res_proj.*",
         reason="one row of weights that mixes residual streams; always served unquantized",
     ),

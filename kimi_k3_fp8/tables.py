@@ -21,6 +21,14 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def compact(count: int) -> str:
+    """A count in three digits and a decimal prefix: 2.72 T, 524 k."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.{max(0, 2 - len(str(int(count / size))) + 1)}f} {prefix}"
+    return f"{count} "
+
+
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The same as an HTML table; every cell is escaped."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in headings)

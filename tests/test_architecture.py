@@ -88,8 +88,7 @@ ROWS = [
     ("block_sparse_moe.routed_expert_up_proj.weight", (7168, 3584), "BF16", SPARSE),
     ("block_sparse_moe.routed_expert_norm.weight", (3584,), "BF16", SPARSE),
     (
-        "block_sparse_moe.shared_experts.gate_proj.weight"
-        " block_sparse_moe.shared_experts.up_proj.weight",
+        "block_sparse_moe.shared_experts.gate_proj.weight block_sparse_moe.shared_experts.up_proj.weight",
         (6144, 7168),
         "BF16",
         SPARSE,
@@ -133,11 +132,7 @@ def by_name(real: list[TensorSpec]) -> dict[str, TensorSpec]:
 @pytest.fixture(scope="module")
 def modules(real: list[TensorSpec]) -> set[str]:
     """Every module that holds a tensor, with one routed expert standing for its 896."""
-    return {
-        module_of(spec)
-        for spec in real
-        if ".experts." not in spec.name or ".experts.0." in spec.name
-    }
+    return {module_of(spec) for spec in real if ".experts." not in spec.name or ".experts.0." in spec.name}
 
 
 def module_of(spec: TensorSpec) -> str:
@@ -232,19 +227,14 @@ class TestTheRealModel:
 class TestTiny:
     def test_has_every_kind_of_tensor(self, real: list[TensorSpec]) -> None:
         def kinds(specs: list[TensorSpec]) -> set[tuple[str, str, int]]:
-            return {
-                (re.sub(r"\.\d+\.", ".N.", spec.name), spec.dtype, len(spec.shape))
-                for spec in specs
-            }
+            return {(re.sub(r"\.\d+\.", ".N.", spec.name), spec.dtype, len(spec.shape)) for spec in specs}
 
         tiny = list(tensors(Dimensions.tiny()))
         # proj.0 and proj.2 are positions in one module list, and both become proj.N.
         assert kinds(tiny) == kinds(real)
         assert sum(spec.nbytes for spec in tiny) < 16 << 20
 
-    def test_multiples_of_128_are_where_the_real_ones_are(
-        self, by_name: dict[str, TensorSpec]
-    ) -> None:
+    def test_multiples_of_128_are_where_the_real_ones_are(self, by_name: dict[str, TensorSpec]) -> None:
         d = Dimensions.tiny()
         compared = 0
         for spec in tensors(d, quantized_experts=False):

@@ -70,9 +70,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("values", ["gaussian", "random", "sparse"])
 @pytest.mark.parametrize("quantized", [True, False])
-def test_holds_the_tensors_of_the_architecture(
-    tmp_path: Path, values: Values, quantized: bool
-) -> None:
+def test_holds_the_tensors_of_the_architecture(tmp_path: Path, values: Values, quantized: bool) -> None:
     folder = write_checkpoint(tmp_path / "k3", values=values, quantized_experts=quantized)
     expected = {spec.name: spec for spec in tensors(TINY, quantized_experts=quantized)}
     found = load(folder)
@@ -100,9 +98,7 @@ def test_one_layer_a_shard(tiny: Path) -> None:
     )
     assert weight_map["language_model.lm_head.weight"] == "model-00005-of-000007.safetensors"
     assert weight_map["mm_projector.proj.0.weight"] == "model-00006-of-000007.safetensors"
-    assert weight_map["vision_tower.patch_embed.proj.weight"] == (
-        "model-00007-of-000007.safetensors"
-    )
+    assert weight_map["vision_tower.patch_embed.proj.weight"] == ("model-00007-of-000007.safetensors")
 
 
 class TestValues:
@@ -246,9 +242,7 @@ class TestSideFiles:
             assert "synthetic" in (tiny / name).read_text().lower()
 
     def test_complete(self, tiny: Path) -> None:
-        others = {
-            path.name for path in tiny.iterdir() if path.suffix not in (".safetensors", ".py")
-        }
+        others = {path.name for path in tiny.iterdir() if path.suffix not in (".safetensors", ".py")}
         assert others == {
             "LICENSE",
             "README.md",
@@ -346,9 +340,7 @@ class TestArguments:
 
 @pytest.mark.slow
 class TestFullSize:
-    def test_headers_account_for_every_byte(
-        self, headers: dict[Path, tuple[int, dict[str, Any]]]
-    ) -> None:
+    def test_headers_account_for_every_byte(self, headers: dict[Path, tuple[int, dict[str, Any]]]) -> None:
         assert [path.name for path in headers] == [
             f"model-{n:05d}-of-000096.safetensors" for n in range(1, 97)
         ]
@@ -363,9 +355,7 @@ class TestFullSize:
                     end = next_begin
             assert path.stat().st_size == 8 + length + end
 
-    def test_is_the_published_size_to_the_byte(
-        self, headers: dict[Path, tuple[int, dict[str, Any]]]
-    ) -> None:
+    def test_is_the_published_size_to_the_byte(self, headers: dict[Path, tuple[int, dict[str, Any]]]) -> None:
         # What moonshotai/Kimi-K3 takes on the Hub. Those sizes leave no room for `__metadata__`,
         # which is in our headers, so it is taken out before they are compared.
         def size_upstream(path: Path) -> int:

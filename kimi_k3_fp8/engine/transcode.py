@@ -61,19 +61,17 @@ def _table(block_scales: BlockScales, device: torch.device) -> _Table:
     made = ModelFreePtqConverter(config).process(
         {"table.weight": samples.flatten(1).to(device, torch.bfloat16)}
     )
-    codes = made["table.weight"].view(torch.uint8).view_as(samples)[used].transpose(0, 1)
-    low, high = torch.broadcast_tensors(codes[..., None, :], codes[..., :, None])
+    codes = made["table.weight"].view(torch.uint8).view_as(samples)[used].transpose(0, 1).int()
+    pairs = codes[..., None, :] | codes[..., :, None] << 8  # [maximum, difference, high, low nibble]
     ranks = [_RANKS[max(bits.bit_length() - 1, 0)] for bits in range(256)]
     return _Table(
-        pairs=torch.stack((low, high), dim=-1).view(torch.int16).flatten(),
+        pairs=pairs.short().flatten(),
         scales=made["table.weight_scale"].view(torch.int16).flatten(),
         ranks=torch.tensor(ranks, dtype=torch.int16, device=device),
     )
 
 
-def transcode(
-    packed: Tensor, scale: Tensor, block_scales: BlockScales
-) -> tuple[Tensor, Tensor] | None:
+def transcode(packed: Tensor, scale: Tensor, block_scales: BlockScales) -> tuple[Tensor, Tensor] | None:
     """Turn one MXFP4 weight into FP8_BLOCK.
 
     packed: uint8 [out, in / 2], low nibble in the even column. scale: uint8 [out, in / 32], E8M0.
@@ -108,11 +106,12 @@ def transcode(
         return None
     table = _table(block_scales, packed.device)
     packed = packed.contiguous()
+    groups = scale.shape[1]
 
     # The absolute maximum of each block. Exponents have the scale byte's bias, 127.
-    exponents = scale.short().unflatten(0, (-1, _ROWS))
+    exponents = scale.short().reshape(-1, _ROWS, groups)
     ranks = table.ranks[_largest_code_bits(packed)].view_as(exponents) + 2 * exponents
-    block_ranks = ranks.amax(dim=1).unflatten(-1, (-1, _GROUPS)).amax(dim=-1)
+    block_ranks = ranks.amax(dim=1).view(len(ranks), -1, _GROUPS).amax(dim=-1)
     zero = block_ranks < min(_RANKS[1:])
     power, maximum = block_ranks >> 1, block_ranks & 1
 
@@ -128,10 +127,11 @@ def transcode(
 
     pairs = torch.empty(packed.shape, dtype=torch.int16, device=packed.device)
     # One row of blocks at a time, so that the indices stay in the processor's cache.
-    index = torch.empty_like(packed[:_ROWS], dtype=torch.int32).unflatten(1, (rows.shape[-1], -1))
-    for row, source, result in zip(rows, packed.split(_ROWS), pairs.split(_ROWS), strict=True):
-        index.copy_(source.view_as(index)).add_(row[..., None])
-        torch.index_select(table.pairs, 0, index.view(-1), out=result.view(-1))
+    shape = len(rows), _ROWS, groups, MXFP4_GROUP // 2
+    index = torch.empty(shape[1:], dtype=torch.int32, device=packed.device)
+    for row, source, made in zip(rows, packed.view(shape), pairs.view(len(rows), -1), strict=True):
+        index.copy_(source).add_(row[..., None])
+        torch.index_select(table.pairs, 0, index.view(-1), out=made)
     return pairs.view(torch.float8_e4m3fn), scale_bits.view(torch.bfloat16)
 
 
