@@ -74,6 +74,10 @@ CODES: dict[str, str] = {
     "file-missing": "a file that config.json's auto_map or the tokenizer needs is not there",
     # the run
     "resumed": "the run continues an earlier one",
+    # serving
+    "layout-does-not-load": "a parallel layout that vLLM refuses for this checkpoint",
+    "layout-silently-wrong": "a parallel layout that vLLM loads with wrong weights, without an error",
+    "layout-too-large": "a parallel layout that puts more weights on a GPU than it has memory for",
     # values
     "non-finite": "NaN or infinite values in what was or would be quantized",
     "values-differ": "stored values are farther from the source's than the recipe allows",

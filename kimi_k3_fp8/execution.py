@@ -68,7 +68,7 @@ def open_run(plan: Plan) -> Iterator[Staging]:
     try:
         record = plan.record()
         begun = staging.record()
-        if begun is not None and (differences := begun.differences(record)):
+        if begun is not None and (differences := begun.differences(record, _unread(plan, staging))):
             listed = "\n".join(f"    {difference}" for difference in differences)
             raise ResumeError(
                 f"{staging.path} holds work that was made from something else:\n{listed}\n"
@@ -81,6 +81,13 @@ def open_run(plan: Plan) -> Iterator[Staging]:
         yield staging
     finally:
         lock.release()
+
+
+def _unread(plan: Plan, staging: Staging) -> set[str]:
+    """Source shards that no finished job has read: they may be replaced, as a bad download must be."""
+    jobs = {job.shard: job for job in plan.jobs}
+    finished = (jobs[receipt.shard] for receipt in staging.receipts() if receipt.shard in jobs)
+    return {*plan.checkpoint.shards} - {tensor.shard for job in finished for tensor in job.inputs}
 
 
 def execute(
@@ -153,21 +160,25 @@ def _collect(
 ) -> Iterator[Receipt]:
     """Receipts as jobs end. After a failure no further job starts; those that run may end."""
     failure: BaseException | None = None
-    while futures:
-        ended, _ = wait(futures, return_when=FIRST_COMPLETED)
-        for future in ended:
-            job = futures.pop(future)
-            if future.cancelled():
-                continue
-            error = future.exception()
-            if error is None:
-                if failure is None:
-                    finished(future)
-                yield future.result()
-            elif failure is None:
-                failure = _explained(error, job)
-                for other in futures:
-                    other.cancel()
+    try:
+        while futures:
+            ended, _ = wait(futures, return_when=FIRST_COMPLETED)
+            for future in ended:
+                job = futures.pop(future)
+                if future.cancelled():
+                    continue
+                error = future.exception()
+                if error is None:
+                    if failure is None:
+                        finished(future)
+                    yield future.result()
+                elif failure is None:
+                    failure = _explained(error, job)
+                    for other in futures:
+                        other.cancel()
+    finally:
+        for future in futures:
+            future.cancel()
     if failure is not None:
         raise failure
 
@@ -246,7 +257,7 @@ def run_job(task: Task) -> Receipt:
     the finished shard with its receipt, or neither.
     """
     job, started = task.job, time.monotonic()
-    scratch = task.staging.scratch / f"{job.number:05}-{uuid.uuid4().hex}"
+    scratch = task.staging.scratch / f"{job.number:05}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     try:
         scratch.mkdir(parents=True)
         shard = scratch / job.shard

@@ -54,7 +54,10 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, parse_ratelimit_headers
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily, and documented
+    build_hf_headers,
+    parse_ratelimit_headers,
+)
 from tqdm.auto import tqdm
 
 from kimi_k3_fp8.checkpoint import CONFIG_NAME, Folder
@@ -211,9 +214,7 @@ class HubFiles:
         file = self.files[name]
 
         def fetch() -> Path:
-            path = Path(
-                hf_hub_download(self.repo_id, name, revision=self.commit, tqdm_class=_quiet(watch))
-            )
+            path = Path(hf_hub_download(self.repo_id, name, revision=self.commit, tqdm_class=_quiet(watch)))
             sound = path.stat().st_size == file.size
             if sound and file.sha256:
                 with open(path, "rb") as content:
@@ -256,7 +257,7 @@ class HubFiles:
                     yield piece
                 if start < stop:
                     raise httpx.RemoteProtocolError("the connection ended early")
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 (the loop is there to try again)
                 _wait(error, waits, pause)
 
     def _connection(self, name: str, start: int, stop: int) -> Iterator[bytes]:
@@ -319,7 +320,7 @@ class Shelf:
             if (cached := repository.cached(shard)) is not None
         }
         #: Of each unfinished job, the shards that take a place.
-        self._needs = {job: frozenset(shards) - linked.keys() for job, shards in wanted.items()}
+        self._needs = {job: {*shards} - {*linked} for job, shards in wanted.items()}
         largest = max(map(len, self._needs.values()), default=0)
         if places < largest:
             raise ValueError(f"prefetch is {places}, but a job reads {largest} shards at once")
@@ -363,13 +364,13 @@ class Shelf:
         outcome: Future[_T] = Future()
 
         def finish(work: Future[_T]) -> None:
-            if work.cancelled():
-                outcome.set_exception(_StoppedError(f"job {job} was cancelled"))
-            elif (error := work.exception()) is not None:
+            try:
+                result = work.result()
+                self._release(job)
+            except BaseException as error:  # whatever it is, it belongs to who waits for the outcome
                 outcome.set_exception(error)
             else:
-                self._release(job)
-                outcome.set_result(work.result())
+                outcome.set_result(result)
 
         def start() -> None:
             if not outcome.set_running_or_notify_cancel():
@@ -397,12 +398,12 @@ class Shelf:
         # never takes a place beyond the limit.
         in_order = dict.fromkeys(shard for job in self._queue for shard in sorted(self._needs[job]))
         first = set([*in_order][: self._places])
-        for path in [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]:
-            shard = path.relative_to(root).as_posix()
-            if shard in first and path.stat().st_size == self._repository.files[shard].size:
-                self._here[shard] = Future()
-                self._here[shard].set_result(None)
-            elif shard.removesuffix(".part") not in first or path.suffix != ".part":
+        for path in [path for path in root.rglob("*") if path.is_symlink() or path.is_file()]:
+            name = path.relative_to(root).as_posix()
+            if name in first and not path.is_symlink():
+                self._here[name] = Future()
+                self._here[name].set_result(None)
+            elif self._keep or path.suffix != ".part" or name.removesuffix(".part") not in first:
                 path.unlink()
         for shard, cached in linked.items():
             _link(root / shard, cached)
@@ -424,9 +425,8 @@ class Shelf:
     def _make_room(self, used: set[str]) -> None:
         excess = len(used | self._here.keys()) - self._places
         if excess > 0:
-            next_use = {shard: n for n, job in enumerate(self._queue) for shard in self._needs[job]}
-            for n, job in reversed([*enumerate(self._queue)]):
-                next_use.update(dict.fromkeys(self._needs[job], n))
+            later = reversed([*enumerate(self._queue)])
+            next_use = {shard: n for n, job in later for shard in self._needs[job]}
             idle = sorted(self._here.keys() - used, key=lambda shard: (next_use[shard], shard))
             for shard in idle[-excess:]:
                 self._drop(shard)
@@ -506,7 +506,7 @@ def _patiently(call: Callable[[], _T], pause: _Pause) -> _T:
     while True:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # noqa: PERF203 (the loop is there to try again)
             _wait(error, waits, pause)
 
 
@@ -517,7 +517,8 @@ def _wait(error: Exception, waits: Iterator[int], pause: _Pause) -> None:
     if seconds is None or not _may_pass(cause):
         raise error
     seconds = max(seconds, _asked_for(cause))
-    _logger.warning("%s; trying again in %d s", str(cause).strip() or repr(cause), seconds)
+    reason = next(iter(str(cause).strip().splitlines()), repr(cause))
+    _logger.warning("%s; trying again in %d s", reason, seconds)
     pause(seconds)
 
 
@@ -590,7 +591,10 @@ def _explain(error: Exception, repo_id: str) -> tuple[str, str]:
 def _after(passing: bool) -> str:
     waited = sum(WAITS)
     if passing:
-        return f"tried for {waited} s; check the connection and HF_ENDPOINT, then call again"
+        return (
+            f"tried for {waited} s and longer; check the connection and HF_ENDPOINT, then call again, or set "
+            "HF_HUB_OFFLINE=1 if the cache holds all of it"
+        )
     return "check the token (`hf auth login` or HF_TOKEN) and the repository's settings"
 
 
@@ -605,10 +609,10 @@ def _ignore(count: int) -> None:
     pass
 
 
-def _quiet(watch: _Watch) -> type[tqdm[Any]]:
+def _quiet(watch: _Watch) -> type[tqdm]:  # type: ignore[type-arg]
     """A progress bar that shows nothing and passes on what huggingface_hub tells it."""
 
-    class Quiet(tqdm[Any]):
+    class Quiet(tqdm):  # type: ignore[type-arg]  # generic for type checkers only
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options["disable"] = True
             super().__init__(*arguments, **options)

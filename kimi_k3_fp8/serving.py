@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import log2
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,19 +30,18 @@ VLLM_VERSION = "0.33.0"
 #: What is to be served: a plan, a finished checkpoint, or the folder of one.
 Served = Plan | Checkpoint | str | os.PathLike[str]
 
-#: Axis of [out, in] that tensor parallelism cuts, by a module's last name; others are whole on every GPU.
-_CUT_AXIS = dict.fromkeys(
-    "gate_proj up_proj w1 w3 q_proj k_proj v_proj b_proj g_proj f_b_proj q_b_proj kv_b_proj "
-    "q_conv1d k_conv1d v_conv1d".split(),
-    0,
-) | dict.fromkeys(("down_proj", "o_proj", "w2"), 1)
-_VOCABULARY = ("embed_tokens", "lm_head")  # cut as well, and padded to fit
+#: Last names of modules whose [out, in] tensor parallelism cuts by rows or by columns; all others, but for
+#: embeddings and head (cut, and padded to fit), are whole on every GPU.
+_BY_ROWS = re.compile(r"gate_proj|up_proj|w[13]|[qkvbg]_proj|(f|q|kv)_b_proj|[qkv]_conv1d").fullmatch
+_BY_COLUMNS = re.compile(r"down_proj|o_proj|w2").fullmatch
 _EXPERTS = "routed experts"
 #: Slices of routed experts narrower than this are padded to it (min_moe_intermediate_per_partition).
 _PADDED_TO = 256
 #: What an ignore rule can mend. Routed experts are not among it: ignored, they would stay MXFP4.
 _RULES = {"dense mlp": r"re:.*\.layers\.{dense}\.mlp\..*", "shared experts": r"re:.*\.shared_experts\..*"}
-_NUMBERS = re.compile(r"\.layers\.(\d+)\.(?:.*\.experts\.(\d+)\.)?").search
+#: Pipeline stages that hold what is in no layer; the last one holds the rest.
+_PLACES = {"embeddings": "first", "vision tower": "every", "projector": "every"}
+_NUMBERS = re.compile(r"\.layers\.(\d+)\.(?:block_sparse_moe\.experts\.(\d+)\.)?").search
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def check_layout(
     """
     weights, room = _weigh(source), _room(gpu_memory, memory_fraction)
     found = _obstacles(weights, layout, room)
-    advice = _advice(weights, layout, room) if found else ""
-    return tuple(problem.model_copy(update={"fix": problem.fix or advice}) for problem in found)
+    advice = {"fix": _advice(weights, layout, room)} if found else {}
+    return (*weights.problems, *(problem.model_copy(update=advice) for problem in found))
 
 
 def layouts(
@@ -112,7 +112,7 @@ def layouts(
     """Every layout of so many GPUs on so many nodes, and whether it loads; see `check_layout`."""
     weights, room = _weigh(source), _room(gpu_memory, memory_fraction)
     return tuple(
-        LayoutRow(layout, _heaviest(weights, layout), _obstacles(weights, layout, room))
+        LayoutRow(layout, _heaviest(weights, layout), weights.problems + _obstacles(weights, layout, room))
         for layout in _candidates(gpus, nodes)
     )
 
@@ -190,7 +190,14 @@ def _weigh(source: Served) -> _Weights:
     if isinstance(source, Plan):
         return _sum(source.output_tensors.values())
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(find_source(source))
-    return _sum(checkpoint.tensors.values())._replace(problems=errors_in(checkpoint.problems))
+    problems = errors_in(checkpoint.problems)
+    packed = (name for name in checkpoint.tensors if name.endswith(".weight_packed"))
+    if name := next(packed, None):
+        message = "it is MXFP4: these rules are about the converted checkpoint"
+        problems += (
+            Problem(code="packed-left", subject=name, message=message, fix="give that, or its plan"),
+        )
+    return _sum(checkpoint.tensors.values())._replace(problems=problems)
 
 
 def _sum(held: Iterable[TensorInfo]) -> _Weights:
@@ -198,15 +205,15 @@ def _sum(held: Iterable[TensorInfo]) -> _Weights:
     widths, layers, experts = set(), 0, 0
     for tensor in held:
         kind, last = module_class(tensor.module), tensor.module.rpartition(".")[2]
-        place: int | str = {"vision tower": "every", "projector": "every", "embeddings": "first"}.get(kind, "last")
+        place: int | str = _PLACES.get(kind, "last")
         if numbers := _NUMBERS(tensor.name):
             place = int(numbers[1])
             layers, experts = max(layers, place + 1), max(experts, int(numbers[2] or -1) + 1)
-        axis = _CUT_AXIS.get(last)
+        axis = 0 if _BY_ROWS(last) else 1 if _BY_COLUMNS(last) else None
         if axis is not None and tensor.parameter == "weight" and len(tensor.shape) == 2:
             widths.add(_Width(kind, tensor.shape[axis], tensor.dtype == "F8_E4M3"))
-        spread = "cut" if axis is not None or last in _VOCABULARY else "whole"
-        nbytes[place, "expert" if kind == _EXPERTS else spread] += tensor.nbytes
+        cut = axis is not None or kind in ("embeddings", "head")
+        nbytes[place, "expert" if kind == _EXPERTS else "cut" if cut else "whole"] += tensor.nbytes
     return _Weights(nbytes, tuple(sorted(widths)), layers, experts)
 
 
@@ -218,13 +225,13 @@ def _obstacles(weights: _Weights, layout: Layout, room: int | None) -> tuple[Pro
         found["layers"] = Problem(code="layout-does-not-load", subject="layers", message=message)
     elif room is not None and (size := _heaviest(weights, layout)) > room:
         message = (
-            f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them (an estimate of "
-            "weights alone: KV cache and activations come on top)"
+            f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them (an estimate "
+            "of weights alone: KV cache and activations come on top)"
         )
         found["memory"] = Problem(
             code="layout-too-large", subject="memory", message=message, expected=room, found=size
         )
-    return (*weights.problems, *found.values())
+    return tuple(found.values())
 
 
 def _width_problem(width: _Width, layout: Layout) -> Problem | None:
@@ -250,12 +257,206 @@ def _heaviest(weights: _Weights, layout: Layout) -> int:
     count, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
     # vLLM gives layers that are left over to the stages before the last one (get_pp_indices).
     least, rest = divmod(weights.layers, stages)
-    ends = [least * (n + 1) + max(0, n + 2 + rest - stages) - (n + 1 == stages and rest > 0) for n in range(stages)]
+    sizes = [least + (stages - 1 - rest <= stage < stages - 1) for stage in range(stages)]
+    stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
     share = {"cut": 1 / count, "expert": 1 / count, "whole": 1.0}
     if layout.expert_parallel and weights.experts:
         share["expert"] = -(-weights.experts // count) / weights.experts
+    held_by: dict[str, Iterable[int]] = {"first": [0], "last": [stages - 1], "every": range(stages)}
     totals = [0.0] * stages
     for (place, spread), nbytes in weights.nbytes.items():
-        for stage in ends:
+        for stage in [stage_of[place]] if isinstance(place, int) else held_by[place]:
             totals[stage] += nbytes * share[spread]
     return round(max(totals))
+
+
+def _candidates(gpus: int, nodes: int) -> Iterator[Layout]:
+    for count in range(gpus, 0, -1):
+        if gpus % count == 0:
+            yield Layout(count, gpus // count, nodes)
+            if count > 1:
+                yield Layout(count, gpus // count, nodes, expert_parallel=True)
+
+
+def _nearest(weights: _Weights, layout: Layout, room: int | None) -> Layout | None:
+    def unlike(other: Layout) -> tuple[float, bool]:
+        steps = abs(log2(other.tensor_parallel_size / layout.tensor_parallel_size))
+        return steps, other.expert_parallel != layout.expert_parallel
+
+    a_node, gpus = layout.gpus // layout.nodes, layout.gpus
+    for number in (gpus, 2 * gpus, 4 * gpus, *range(gpus - 1, 0, -1)):
+        nodes = -(-number // a_node)
+        if number % nodes == 0:
+            for candidate in sorted(_candidates(number, nodes), key=unlike):
+                if not _obstacles(weights, candidate, room):
+                    return candidate
+    return None
+
+
+def _advice(weights: _Weights, layout: Layout, room: int | None) -> str:
+    nearest = _nearest(weights, layout, room)
+    whole = replace(layout, expert_parallel=True)
+    left = sorted(problem.subject for problem in _obstacles(weights, whole, room))
+    advice = [f"serve it as {nearest}"] if nearest else []
+    if left and {*left} <= _RULES.keys():
+        kept = " and ".join(left)
+        advice.append(
+            f"convert with Recipe.for_layout, which keeps the {kept} in BF16, and serve it as {whole}"
+        )
+    return "; or ".join(advice) or "use more GPUs, or GPUs with more memory"
+
+
+# --- the command for each node
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+_Text = Annotated[str, Field(pattern=r"^[^\x00]+$")]
+_Word = Annotated[str, Field(pattern=r"^[^\x00-][^\x00]*$")]  # cannot be taken for an option
+
+
+class Placeholder(BaseModel):
+    """A shell variable that whoever runs the command sets: the one kind of value left unquoted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    variable: _Name
+
+    def __str__(self) -> str:
+        return f"${self.variable}"
+
+
+class ServeOptions(BaseModel):
+    """The values in a serving command. All are quoted for the shell, but for a Placeholder's `$NAME`.
+
+    form: `docker run`, or plain `vllm serve`.
+    model: a Hub id or an absolute path, by default the checkpoint's. A path or a Placeholder is mounted
+        into the container at the same place.
+    interface: the network interface, and master_address: of node 0; used with several nodes only.
+    host_network: whether the container shares the node's network; by default with several nodes.
+    cache: of Hugging Face, on the node; a leading "~/" stands for the home folder.
+    environment: more variables. flags: more words for vLLM; giving some replaces the default ones.
+
+    Raises pydantic.ValidationError (a ValueError) for unknown fields and for what no command can hold.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    form: Literal["docker", "vllm"] = "docker"
+    model: _Word | Placeholder | None = None
+    image: _Word = f"vllm/vllm-openai:v{VLLM_VERSION}"
+    port: int = Field(default=8000, ge=1, le=65535)
+    interface: _Text | Placeholder = Placeholder(variable="IFACE_NAME")
+    master_address: _Text | Placeholder = Placeholder(variable="HEAD_IP")
+    host_network: bool | None = None
+    cache: _Text = "~/.cache/huggingface"
+    gpu_memory_utilization: float = Field(default=0.95, gt=0, le=1)
+    load_format: _Text = "fastsafetensors"
+    tool_call_parser: _Text | None = "kimi_k3"
+    reasoning_parser: _Text | None = "kimi_k3"
+    environment: Mapping[_Name, _Text] = {}
+    flags: tuple[_Text, ...] = ("--no-enable-flashinfer-autotune", "--disable-custom-all-reduce")
+
+
+#: What the card of RedHatAI/Kimi-K3-FP8-BLOCK says (2026-07-27). vLLM 0.33.0 does not load that layout.
+PUBLISHED_LAYOUT = Layout(16, nodes=2)
+PUBLISHED_OPTIONS = ServeOptions(
+    model="RedHatAI/Kimi-K3-FP8-BLOCK",
+    image="vllm/vllm-openai:kimi-k3",
+    host_network=False,
+    environment={"VLLM_ENABLE_K3_LATENT_MOE_TAIL_FUSION": "1"},
+)
+
+
+class Serving(NamedTuple):
+    """One command a node, node 0 first, and what keeps them from working. Prints as text for a shell,
+    the problems as comments."""
+
+    commands: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+    def __str__(self) -> str:
+        lines = [f"# {line}" for problem in self.problems for line in str(problem).splitlines()]
+        for node, command in enumerate(self.commands):
+            lines += [f"# node {node} of {len(self.commands)}", command]
+        return "\n".join(lines)
+
+
+def serve_commands(
+    source: Served,
+    layout: Layout,
+    options: ServeOptions | None = None,
+    *,
+    gpu_memory: int | str | None = None,
+) -> Serving:
+    """The commands that serve a checkpoint in a layout, one a node.
+
+    They come for a layout that does not load, too: `.problems` then says why, and what does load.
+    Raises as `check_layout` does, and ValueError for a path with a colon, which docker cannot mount.
+    """
+    options = options or ServeOptions()
+    fraction = options.gpu_memory_utilization
+    problems = check_layout(source, layout, gpu_memory=gpu_memory, memory_fraction=fraction)
+    if options.model is None:
+        options = options.model_copy(update={"model": _own_name(source)})
+    lines = (filter(None, _command(layout, options, node)) for node in range(layout.nodes))
+    return Serving(tuple(" \\\n  ".join(command) for command in lines), problems)
+
+
+def _own_name(source: Served) -> str:
+    if isinstance(source, Plan):
+        return str(source.save_directory)
+    name = source.source if isinstance(source, Checkpoint) else os.fspath(source)
+    path = Path(name).expanduser()
+    return str(path.absolute()) if path.is_dir() else name.partition("@")[0]  # of a Hub id, its commit
+
+
+def _quoted(value: str | Placeholder | None) -> str:
+    return str(value) if isinstance(value, Placeholder) else shlex.quote(value or "")
+
+
+def _command(layout: Layout, options: ServeOptions, node: int) -> Iterator[str]:
+    model, port = _quoted(options.model), options.port
+    variables = {name: _quoted(value) for name, value in options.environment.items()}
+    if layout.nodes > 1:
+        interface = _quoted(options.interface)
+        variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | variables
+    words = [f"{name}={value}" for name, value in variables.items()]
+    if options.form == "docker":
+        host = layout.nodes > 1 if options.host_network is None else options.host_network
+        network = " --network host" if host else f" -p {port}:8000" * (node == 0)
+        yield f"docker run --gpus all --privileged --ipc=host{network}"
+        yield from (f"-v {mount}" for mount in _mounts(options))
+        yield " ".join(f"-e {word}" for word in words)
+        yield f"{_quoted(options.image)} {model}"
+        port = port if host else 8000
+    else:
+        yield from words
+        yield f"vllm serve {model}"
+    yield f"--trust-remote-code --load-format {_quoted(options.load_format)}"
+    yield f"--gpu-memory-utilization {options.gpu_memory_utilization}"
+    yield f"--tensor-parallel-size {layout.tensor_parallel_size}"
+    if layout.pipeline_parallel_size > 1:
+        yield f"--pipeline-parallel-size {layout.pipeline_parallel_size}"
+    yield "--enable-expert-parallel" * layout.expert_parallel
+    if layout.nodes > 1:
+        yield f"--nnodes {layout.nodes} --node-rank {node} --master-addr {_quoted(options.master_address)}"
+    yield " ".join(map(_quoted, options.flags))
+    if options.tool_call_parser:
+        yield f"--enable-auto-tool-choice --tool-call-parser {_quoted(options.tool_call_parser)}"
+    if options.reasoning_parser:
+        yield f"--reasoning-parser {_quoted(options.reasoning_parser)}"
+    if node:
+        yield "--headless"  # every other node runs workers only
+    elif port != 8000:
+        yield f"--port {port}"
+
+
+def _mounts(options: ServeOptions) -> Iterator[str]:
+    inside_home = options.cache.removeprefix("~/")
+    home = "~/" if inside_home != options.cache else ""
+    paths = {home + _quoted(inside_home): "/root/.cache/huggingface"}
+    if isinstance(options.model, Placeholder) or str(options.model).startswith("/"):
+        paths[_quoted(options.model)] = _quoted(options.model)
+    for outside, inside in paths.items():
+        if ":" in outside:
+            raise ValueError(f"docker cannot mount {outside}: a colon separates the parts of a mount")
+        yield f"{outside}:{inside}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -49,8 +49,9 @@ class RunRecord(BaseModel):
     versions: dict[str, str]
     job_bytes: int
 
-    def differences(self, now: RunRecord) -> tuple[str, ...]:
-        """What differs between this record and another, in words; the job size does not count."""
+    def differences(self, now: RunRecord, unread: Set[str] = frozenset()) -> tuple[str, ...]:
+        """What differs between this record and another, in words. The job size does not count, and
+        neither do the contents of files that no finished job has read; their headers do."""
         found = []
         if self.recipe.fingerprint != now.recipe.fingerprint:
             fields = ("ignore", "scheme", "block_scales", "dequantize_dtype")
@@ -60,7 +61,11 @@ class RunRecord(BaseModel):
                     then, wanted = self.recipe.ignore_patterns, now.recipe.ignore_patterns
                 if then != wanted:
                     found.append(f"recipe: {field} was {then}, is {wanted}")
-        found += _changes("source", self.identity, now.identity)
+        before, after = (
+            {name: text for name, text in record.identity.items() if name not in unread}
+            for record in (self, now)
+        )
+        found += _changes("source", before, after)
         found += _changes("version of", self.versions, now.versions)
         return tuple(found)
 
