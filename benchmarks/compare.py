@@ -7,7 +7,8 @@ Each run is a fresh process; the plain script and every way of calling `quantize
 is the wall time from start to exit, imports and all. *Call* is the wall time of the call alone: ours
 starts its workers inside it, and these import torch; the plain script has imported everything before.
 Every output is compared with the plain script's first, tensor by tensor, byte by byte. `cp` copies
-the input and the output, and is the limit. Files that are read are in the page cache before.
+the input and the output, and is the limit. The source is in the page cache all the time; ours waits until
+its shards are on the disk, the plain script and `cp` do not.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from measure import (
 )
 
 from kimi_k3_fp8.checkpoint import find_source, read_checkpoint
+from kimi_k3_fp8.machine import gigabytes
 from kimi_k3_fp8.synthetic import write_checkpoint
 
 #: Sizes of the layer, and the shard size that gives each of two workers a few jobs.
@@ -101,9 +103,9 @@ def main() -> None:
 
     size = f"{dimensions.experts} experts of {dimensions.expert_intermediate} x {dimensions.latent}"
     text = (
-        f"One layer with {size}, {bytes_in / 1e9:.2f} GB in, {bytes_out / 1e9:.2f} GB out, "
-        f"{options.scales} scales, on {options.device}; medians of {options.runs} runs (least to most). "
-        f"All outputs hold the same bytes. {machine()}\n\n{_table(runs, copies)}"
+        f"One layer with {size}, {gigabytes(bytes_in)} in, {gigabytes(bytes_out)} out, "
+        f"{options.scales} scales, on {options.device}; medians (least to most), runs of each: "
+        f"{options.runs}. All outputs hold the same bytes. {machine()}\n\n{_table(runs, copies)}"
     )
     title = f"{options.case}, {' and '.join(options.engine)}, {options.scales} scales"
     report(title, text, options.record)

@@ -29,6 +29,7 @@ from measure import (
 
 from kimi_k3_fp8.architecture import Dimensions, tensors
 from kimi_k3_fp8.checkpoint import find_source, read_checkpoint
+from kimi_k3_fp8.machine import gigabytes
 from kimi_k3_fp8.synthetic import write_checkpoint
 
 #: The machine that the whole model's time is worked out for.
@@ -93,8 +94,8 @@ def _bytes(folder: Path) -> int:
 
 def _table(measured: Run, bytes_in: int, bytes_out: int) -> str:
     rows = [
-        ("tensors read", f"{bytes_in / 1e9:.2f} GB"),
-        ("tensors written", f"{bytes_out / 1e9:.2f} GB"),
+        ("tensors read", gigabytes(bytes_in)),
+        ("tensors written", gigabytes(bytes_out)),
         ("wall time of the process", f"{measured.process_seconds:.1f} s"),
         ("wall time of the call", f"{measured.call_seconds:.1f} s"),
         ("peak memory of the process tree", gibibytes(measured.peak.held)),
@@ -111,10 +112,10 @@ def _whole_model(measured: Run, bytes_in: int, bytes_out: int) -> str:
     seconds = layers * core_seconds / MANY_CORES
     return (
         f"The whole model on {MANY_CORES} cores, in proportion: {measured.call_seconds:.1f} s x {cores()} "
-        f"cores = {core_seconds:.0f} core-seconds for {bytes_in / 1e9:.2f} GB; the model's "
-        f"{model / 1e9:.2f} GB are {layers:.1f} times that; {core_seconds:.0f} x {layers:.1f} / "
+        f"cores = {core_seconds:.0f} core-seconds for {gigabytes(bytes_in)}; the model's "
+        f"{gigabytes(model)} are {layers:.1f} times that; {core_seconds:.0f} x {layers:.1f} / "
         f"{MANY_CORES} = {seconds:.0f} s, or {seconds / 60:.1f} minutes. For that the disk has to read "
-        f"{model / seconds / 1e9:.2f} GB/s and to write {layers * bytes_out / seconds / 1e9:.2f} GB/s; a "
+        f"{gigabytes(model / seconds)} and to write {gigabytes(layers * bytes_out / seconds)} a second; a "
         "slower one sets the time itself."
     )
 

@@ -60,8 +60,8 @@ def run(script: str, job: Mapping[str, Any], folder: Path) -> Run:
     What earlier runs left to be written to the disk is flushed before. Raises SystemExit, with the end
     of what the script said, if it fails.
     """
-    answer, log = folder / "answer.json", folder / f"{script}.log"
-    path = Path(__file__).with_name(script)
+    path = Path(__file__).parent / script
+    answer, log = folder / "answer.json", folder / f"{path.stem}.log"
     command = [sys.executable, str(path), json.dumps(job), str(answer)]
     os.sync()
     ended = threading.Event()

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 
 from kimi_k3_fp8.assembly import assemble, publish, write_record
 from kimi_k3_fp8.execution import execute, open_run
+from kimi_k3_fp8.fidelity import Verify, merged
 from kimi_k3_fp8.planning import Engine, plan
 from kimi_k3_fp8.recipe import Recipe
 from kimi_k3_fp8.validation import Report, validate
@@ -24,12 +25,13 @@ def quantize(
     max_shard_size: int | str = "5GB",
     executor: Executor | None = None,
     engine: Engine = "llm_compressor",
+    verify: Verify = "sampled",
     overwrite: bool = False,
     progress: bool = True,
 ) -> Report:
     """Make an FP8_BLOCK checkpoint of a Kimi-K3 checkpoint. The defaults are the published recipe.
 
-    source: the folder of the checkpoint. save_directory: where the result appears, whole, at the end;
+    source: the folder of the checkpoint. recipe: what to make of it. save_directory: where the result appears, whole, at the end;
         by default the source's last name + "-FP8-BLOCK".
     devices: torch's names, e.g. ["cuda:0", "cuda:1"]; by default every accelerator, else the CPU.
     workers: processes; by default one per accelerator, or on the CPU as many as cores and memory let.
@@ -38,7 +40,10 @@ def quantize(
         this machine's workers.
     engine: "llm_compressor" sends everything through its `model_free_ptq`. "transcode" turns MXFP4
         weights into the same bytes by table, many times faster, on the CPU.
+    verify: dequantize what was just written and compare it with the source: "off", "full", or
+        "sampled", one quantized module in 64 and at least one of each class in each job.
     overwrite: replace what is at save_directory; it stays until the result is complete.
+    progress: show one bar of bytes written.
 
     Killed or failed, the same call continues: finished jobs are kept in save_directory + ".partial".
 
@@ -57,7 +62,7 @@ def quantize(
     )
     work.raise_for_problems()
     with open_run(work) as staging:
-        receipts, ran = execute(work, staging, executor=executor, progress=progress)
+        receipts, ran = execute(work, staging, executor=executor, verify=verify, progress=progress)
         folder = assemble(work, staging)
         report = validate(folder, work.recipe, source=source)
         report.raise_for_problems()
@@ -65,11 +70,12 @@ def quantize(
             update={
                 "checkpoint": str(work.save_directory),
                 "problems": (*work.problems, *report.problems),
+                "fidelity": merged(found for receipt in receipts for found in receipt.fidelity),
                 "jobs_run": ran,
                 "jobs_kept": len(receipts) - ran,
             }
         )
-        write_record(folder, work, receipts, report.model_dump(mode="json"))
+        write_record(folder, work, receipts, report)
         publish(folder, work.save_directory)
     shutil.rmtree(staging.path, ignore_errors=True)
     return report

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from kimi_k3_fp8.checkpoint import CONFIG_NAME, INDEX_NAME, Files, Folder, read_header
 from kimi_k3_fp8.planning import Plan
 from kimi_k3_fp8.staging import Receipt, Staging, write_whole
@@ -46,14 +48,18 @@ def without_quantization_configs(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_record(
-    folder: Path, plan: Plan, receipts: Sequence[Receipt], validation: Mapping[str, Any]
-) -> None:
-    """Write kimi_k3_fp8.json: recipe, versions, source, checksums, and what validation found."""
-    record = plan.record().model_dump(mode="json") | {
+def write_record(folder: Path, plan: Plan, receipts: Sequence[Receipt], report: BaseModel) -> None:
+    """Write kimi_k3_fp8.json: recipe, versions, source, checksums, and what validation found.
+
+    It says nothing of the machine or of how often the run was continued: the same work gives the
+    same file.
+    """
+    found = report.model_dump(mode="json", exclude={"jobs_run", "jobs_kept"})
+    found["problems"] = [p for p in found["problems"] if p["code"] != "resumed"]
+    record = plan.record().model_dump(mode="json", exclude={"job_bytes"}) | {
         "fingerprint": plan.recipe.fingerprint,
         "sha256": {receipt.shard: receipt.sha256 for receipt in receipts},
-        "validation": validation,
+        "validation": found,
     }
     write_whole(folder / RECORD_NAME, json.dumps(record, indent=1) + "\n")
 

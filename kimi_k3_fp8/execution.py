@@ -25,8 +25,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from kimi_k3_fp8.checkpoint import Files, TensorInfo, lay_out
+from kimi_k3_fp8.checkpoint import Files, Folder, TensorInfo, lay_out
 from kimi_k3_fp8.errors import EngineError, JobError, ResumeError, RunLockedError
+from kimi_k3_fp8.fidelity import Fidelity, Verify, fidelity_problems, measure, quantized_modules, sampled
 from kimi_k3_fp8.planning import METADATA, Engine, Job, Plan
 from kimi_k3_fp8.recipe import Recipe
 from kimi_k3_fp8.staging import Receipt, Staging, sha256_of
@@ -44,6 +45,7 @@ class Task:
     staging: Staging
     recipe: Recipe
     engine: Engine
+    verify: Verify
     source_config: dict[str, Any] | None
     device: str | None
 
@@ -91,7 +93,12 @@ def _unread(plan: Plan, staging: Staging) -> set[str]:
 
 
 def execute(
-    plan: Plan, staging: Staging, *, executor: Executor | None = None, progress: bool = True
+    plan: Plan,
+    staging: Staging,
+    *,
+    executor: Executor | None = None,
+    verify: Verify = "sampled",
+    progress: bool = True,
 ) -> tuple[list[Receipt], int]:
     """Run the jobs that have no receipt yet. Returns every job's receipt, and how many ran just now.
 
@@ -105,7 +112,7 @@ def execute(
 
     def task(job: Job, device: str | None) -> Task:
         files, recipe = plan.checkpoint.files, plan.recipe
-        return Task(job, files, staging, recipe, plan.engine, source_config, device)
+        return Task(job, files, staging, recipe, plan.engine, verify, source_config, device)
 
     total = sum(job.bytes_out for job in plan.jobs)
     bar = tqdm(
@@ -212,14 +219,13 @@ def _local_workers(plan: Plan, staging: Staging, most: int) -> Iterator[list[tup
     from loky import ProcessPoolExecutor
 
     assert plan.workers is not None
-    threads = plan.workers.threads
     workers = [
         (
             ProcessPoolExecutor(
                 max_workers=1,
                 initializer=_start_worker,
                 initargs=(staging.logs / f"worker-{number}.log", os.getpid()),
-                env={"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
+                env=_environment(plan.workers.threads),
             ),
             device,
         )
@@ -230,6 +236,17 @@ def _local_workers(plan: Plan, staging: Staging, most: int) -> Iterator[list[tup
     finally:
         for executor, _ in workers:
             executor.shutdown(wait=True, kill_workers=True)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """A worker's share of the cores, and an allocator that gives freed matrices back at once: glibc's
+    own threshold grows until they stay in its heap, a quarter more memory a worker."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
+        "TQDM_MININTERVAL": "5",
+    }
 
 
 def _start_worker(log: Path, parent: int) -> None:
@@ -262,6 +279,7 @@ def run_job(task: Task) -> Receipt:
         scratch.mkdir(parents=True)
         shard = scratch / job.shard
         header = _make_shard(task, shard, scratch)
+        found = _verified(task, scratch)
         os.replace(shard, task.staging.shards / job.shard)
         stat = (task.staging.shards / job.shard).stat()
         receipt = Receipt(
@@ -273,6 +291,7 @@ def run_job(task: Task) -> Receipt:
             sha256=sha256_of(task.staging.shards / job.shard),
             engine=task.engine,
             seconds=time.monotonic() - started,
+            fidelity=found,
         )
         task.staging.keep(receipt)
         return receipt
@@ -328,6 +347,17 @@ def _make_shard(task: Task, shard: Path, scratch: Path) -> bytes:
             raise EngineError(next(iter(places)), "the engine did not make this tensor")
         os.fsync(file.fileno())
     return header
+
+
+def _verified(task: Task, folder: Path) -> tuple[Fidelity, ...]:
+    """Compare what was just written with the source. Raises EngineError for values that cannot be."""
+    names = sampled(quantized_modules(task.job.outputs), task.verify)
+    if not names:
+        return ()
+    found = measure(task.files, task.job.inputs, Folder(folder), task.job.outputs, names)
+    for problem in fidelity_problems(found):
+        raise EngineError(problem.subject, problem.message, problem.fix)
+    return found
 
 
 def _transcode(

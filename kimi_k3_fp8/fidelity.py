@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kimi_k3_fp8.architecture import module_class
 from kimi_k3_fp8.checkpoint import DTYPE_BITS, Files, TensorInfo
+from kimi_k3_fp8.errors import Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,10 @@ Verify = Literal["off", "sampled", "full"]
 #: One module in so many is compared by "sampled". A real matrix (3072 x 3584) takes 0.08 s of one core
 #: to compare and 0.025 s to transcode, the fastest way to make one: 0.08 / 64 is 5 % of that.
 SAMPLED_OF = 64
+
+#: E4M3 has three bits of mantissa, so rounding moves a value by at most 1/16 of itself (smaller values
+#: that underflow weigh nothing in a root mean square).
+LARGEST_ERROR = 1 / 16
 
 _BLOCK, _GROUP = 128, 32  # FP8_BLOCK's blocks, MXFP4's groups
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -126,6 +131,27 @@ def _together(one: Fidelity, other: Fidelity) -> Fidelity:
         largest_error=max(one.largest_error, other.largest_error),
         exponent_spread=max(spreads, default=None),
     )
+
+
+def fidelity_problems(records: Iterable[Fidelity]) -> Iterator[Problem]:
+    """Values that no rounding explains: not finite, or farther off than E4M3 can be."""
+    for record in records:
+        if record.non_finite:
+            yield Problem(
+                code="non-finite",
+                subject=record.module_class,
+                message=f"{record.non_finite:,} of {record.elements:,} compared elements are NaN or infinite",
+                fix="convert these modules again; compare the source's checksums first",
+            )
+        if record.relative_rms_error > LARGEST_ERROR:
+            yield Problem(
+                code="values-differ",
+                subject=record.module_class,
+                message=f"{record.verdict}; rounding to E4M3 explains at most {_percent(LARGEST_ERROR)}",
+                fix="this is not the checkpoint that was made from this source; convert again",
+                expected=LARGEST_ERROR,
+                found=record.relative_rms_error,
+            )
 
 
 # --- which modules

@@ -18,8 +18,8 @@ import psutil
 
 #: Share of the free memory that a run allows itself; the rest is for everybody else.
 USABLE = 0.8
-#: Memory of one worker before it has loaded a tensor: torch and llmcompressor, measured 0.6 GB.
-WORKER_BYTES = 700_000_000
+#: Memory of one worker before it has loaded a tensor: torch and llmcompressor, measured 0.46 GB.
+WORKER_BYTES = 500_000_000
 #: No job is made smaller than this just to run more workers at once.
 SMALLEST_JOB = 250_000_000
 #: A device holds the kernels and contexts of one process besides the job: 1 GB.
@@ -67,13 +67,16 @@ def choose_workers(
     bytes_per_output_byte: float,
     fixed: bool = False,
     extra_bytes: int = 0,
+    total_bytes: int | None = None,
     devices: Sequence[str] | None = None,
     workers: int | None = None,
 ) -> Workers | None:
     """One worker per accelerator, or on the CPU one per core, and the largest job that fits them all.
 
     max_job_bytes: the most output one job may have. bytes_per_output_byte: memory a job needs for each
-        byte of its output, extra_bytes: on top of that. fixed: the job size is given, only the workers may be fewer.
+        byte of its output. extra_bytes: what it needs on top of that.
+    total_bytes: all output there will be; a small one is shared out, so that no worker is idle while
+        another has two jobs' work. fixed: the job size is given, only the workers may be fewer.
     devices, workers: what the caller asks for instead. None means that not even one worker fits.
     Raises ValueError for workers below 1 or a device that is not there.
     """
@@ -101,6 +104,11 @@ def choose_workers(
     if room < smallest:
         return None
     job_bytes = min(max_job_bytes, int(room))
+    if total_bytes is not None and not fixed:
+        job_bytes = min(job_bytes, max(smallest, -(-total_bytes // count)))
+    if total_bytes is not None:
+        count = max(1, min(count, -(-total_bytes // job_bytes)))
+        used = used[:count]
     threads = max(1, machine.cores // count)
     return Workers(used, threads, job_bytes, _reason(machine, used, threads, job_bytes, max_job_bytes))
 
@@ -139,9 +147,7 @@ def _reason(machine: Machine, used: tuple[str, ...], threads: int, job_bytes: in
         f"{gigabytes(machine.free_bytes)} of memory are free"
     )
     if job_bytes < max_job_bytes:
-        text += (
-            f", so a job is at most {gigabytes(job_bytes)} of output instead of {gigabytes(max_job_bytes)}"
-        )
+        text += f"; a job is at most {gigabytes(job_bytes)} of output instead of {gigabytes(max_job_bytes)}"
     return text
 
 

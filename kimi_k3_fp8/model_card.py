@@ -1,4 +1,4 @@
-"""The card of the result: README.md as the Hub reads it, saying only what is true of this checkpoint."""
+"""The card of the result: README.md as the Hub reads it, saying only what holds for this checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import datetime
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kimi_k3_fp8.architecture import module_class
-from kimi_k3_fp8.checkpoint import find_source, read_checkpoint
+from kimi_k3_fp8.checkpoint import Checkpoint, TensorInfo, find_source, read_checkpoint
 from kimi_k3_fp8.machine import gigabytes
 from kimi_k3_fp8.planning import Plan
 from kimi_k3_fp8.recipe import Recipe
@@ -36,12 +36,90 @@ if TYPE_CHECKING:
 CARD_NAME = "README.md"
 #: Where the README.md that came with the source is kept.
 SOURCE_CARD_NAME = "README-source.md"
+_MARK = "<!-- Written by kimi_k3_fp8. -->"
+
+_CARD = """
+# {name}
+
+## Model Overview
+
+- **Model Architecture:** {architecture}
+  - **Input:** {input}
+  - **Output:** Text
+- **Model Optimizations:**
+  - **Weight quantization:** FP8
+  - **Activation quantization:** FP8
+- **Release Date:** {released}
+- **Version:** {version}
+- **Model Developers:** {developers}
+
+Quantized version of {base}.
+
+## Model Optimizations
+
+{quantized} linear modules of {base} have FP8 (E4M3) weights, with one scale for each block of 128 x 128.
+Their activations are quantized to FP8 at run time, in groups of 128. No calibration data was used. All
+tensors together take {size}.
+
+{modules}
+{scales}
+
+Left as they are:
+
+{ignored}
+
+## Deployment
+
+What vLLM {vllm} loads on {gpus} GPUs, read from its code and not run (TP: tensor parallel, PP: pipeline
+parallel). The weights are those on the fullest GPU, without KV cache and activations:
+
+{layouts}
+
+{commands}
+
+## Creation
+
+Made with kimi_k3_fp8, on top of [LLM Compressor](https://github.com/vllm-project/llm-compressor):
+
+```python
+{call}
+```
+
+This script for LLM Compressor itself makes the same tensors. It leaves the source's MXFP4 configuration
+in `text_config` of config.json, where it must be removed.
+
+```python
+{script}
+```
+
+## Fidelity
+
+{fidelity}
+
+## License
+
+The license is that of the base model, kimi-k3{license}.
+"""
+
+_SCALES = {
+    "amax": f"""
+The scale of a block is its largest magnitude / 448. With DeepGEMM and power-of-two scales, its default on
+Hopper and Blackwell, vLLM {VLLM_VERSION} rounds the scales of linear layers up to powers of two when it loads
+them, and rounds those weights once more.""",
+    "power_of_two": f"""
+The scale of a block is the smallest power of two that is not below its largest magnitude / 448. An MXFP4
+weight keeps its value where the exponents in its block differ by 14 or less; a BF16 weight is rounded.
+Where vLLM {VLLM_VERSION} rounds scales up to powers of two when it loads them, these do not change.""",
+}
 
 
 class CardDetails(BaseModel):
-    """What the weights do not tell. name: of the result, best as a Hub id ("you/Kimi-K3-FP8-BLOCK"); by
-    default the folder's. developers: by default the Hub id's owner. released: by default today.
-    layout: to serve it in, by default two nodes of eight GPUs, or the nearest that loads."""
+    """What the weights do not tell.
+
+    name: of the result, best as a Hub id ("you/Kimi-K3-FP8-BLOCK"); by default its folder's.
+    developers: by default the owner in that id. released: by default today.
+    layout: to serve it in; by default two nodes of eight GPUs. The nearest that loads is shown.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,23 +134,25 @@ class CardDetails(BaseModel):
 
 def write_card(
     folder: str | os.PathLike[str],
-    source: Served | None = None,
+    source: Plan | Checkpoint | None = None,
     recipe: Recipe | None = None,
     report: Report | None = None,
     details: CardDetails | None = None,
 ) -> Path:
-    """Write the card as the folder's README.md. A README.md of the source is kept as README-source.md,
-    which the card links to; written again, the card replaces only itself.
+    """Write the card as the folder's README.md. The README.md that came with the source is kept as
+    README-source.md, which the card links to; a card written before is replaced.
 
-    source: the Plan or Checkpoint the card is about, by default the one in the folder.
-    Raises as `model_card` does, and OSError where the folder cannot be written.
+    source: what the card is about, by default the checkpoint in the folder.
+    Raises as `model_card` does, and FileExistsError if another README would have to be thrown away.
     """
     path, kept = Path(folder, CARD_NAME), Path(folder, SOURCE_CARD_NAME)
-    card = model_card(folder if source is None else source, recipe, report, details)
-    if path.exists() and not kept.exists():
-        path.rename(kept)
-    link = f"The base model's own card is kept as [{kept.name}]({kept.name}).\n" if kept.exists() else ""
-    write_whole(path, f"{card}\n{link}" if link else f"{card}")
+    card = str(model_card(folder if source is None else source, recipe, report, details))
+    if path.exists() and _MARK not in path.read_text(encoding="utf-8"):
+        if kept.exists() and kept.read_bytes() != path.read_bytes():
+            raise FileExistsError(f"{path} is not this library's, and {kept} exists: move one of them away")
+        path.replace(kept)
+    link = f"The base model's own card: [{kept.name}]({kept.name}).\n\n" if kept.exists() else ""
+    write_whole(path, f"{card}\n{link}{_MARK}\n")
     return path
 
 
@@ -84,10 +164,169 @@ def model_card(
 ) -> ModelCard:
     """The card of a planned or finished checkpoint.
 
-    recipe: by default the plan's, or the one recorded in the checkpoint, or else the published one.
-    report: of its validation; the fidelity table is its, and the only ground for saying "exact".
+    recipe: by default the plan's, or the one recorded in the checkpoint, else the published one.
+    report: of its validation. Its fidelity becomes a table, and nothing else is called exact.
     Raises SourceError where there is no such checkpoint.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     details = details or CardDetails()
+    if isinstance(source, Plan):
+        checkpoint, folder, recipe = source.checkpoint, source.save_directory, recipe or source.recipe
+    else:
+        source = source if isinstance(source, Checkpoint) else read_checkpoint(find_source(source))
+        checkpoint, folder = source, Path(source.source)
+        recipe = recipe or recorded_recipe(source) or Recipe()
+    held: Mapping[str, TensorInfo] = source.output_tensors if isinstance(source, Plan) else source.tensors
+    quantized = Counter(module_class(t.module) for t in held.values() if t.dtype == "F8_E4M3")
+    name = details.name or folder.name
+    call, script = _code(recipe, details.base_model, name.rpartition("/")[2])
+    text = _CARD.format(
+        name=_plain(name),
+        architecture=_plain(", ".join(checkpoint.config.get("architectures") or ["unknown"])),
+        input="Text / Image" if any(t.startswith("vision_tower.") for t in held) else "Text",
+        released=details.released,
+        version=_plain(details.version),
+        developers=_plain(details.developers or ("/" in name and name.partition("/")[0]) or "not stated"),
+        base=_linked(details.base_model),
+        quantized=f"{quantized.total():,}",
+        size=gigabytes(sum(tensor.nbytes for tensor in held.values())),
+        modules=_table(("FP8 modules", "Number"), [(kind, f"{n:,}") for kind, n in quantized.items()]),
+        scales=_SCALES[recipe.block_scales],
+        ignored="\n".join(
+            f"- {_span(rule.pattern)}: {_plain(rule.reason or rule.name)}" for rule in recipe.ignore
+        ),
+        vllm=VLLM_VERSION,
+        gpus=details.layout.gpus,
+        layouts=_layouts(source, details.layout),
+        commands=_commands(source, name, details),
+        call=call,
+        script=script,
+        fidelity=_fidelity(report),
+        license="; see [LICENSE](LICENSE)" if "LICENSE" in checkpoint.side_files else "",
+    )
+    data = ModelCardData(
+        base_model=details.base_model,
+        library_name="compressed-tensors",
+        license="other",
+        license_name="kimi-k3",
+        pipeline_tag="image-text-to-text",
+        tags=["fp8", "vllm", "llm-compressor", "compressed-tensors", "conversational"],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
+
+
+def _layouts(source: Served, layout: Layout) -> str:
+    rows = []
+    for row in layouts(source, layout.gpus, layout.nodes):
+        found = "; ".join(f"no, {problem.subject}: {problem.message}" for problem in row.problems)
+        rows.append((str(row.layout), gigabytes(row.weight_bytes), found or "yes"))
+    return _table(("Layout", "Weights", "Loads"), rows)
+
+
+def _commands(source: Served, name: str, details: CardDetails) -> str:
+    options, layout = details.options, nearest_layout(source, details.layout)
+    if layout is None:
+        return f"No layout like {details.layout} loads."
+    model = options.model or (name if "/" in name else Placeholder(variable="MODEL_DIR"))
+    meanings = {model: "the absolute path of this folder"}
+    if layout.nodes > 1:
+        meanings[options.interface] = "the network interface between the nodes"
+        meanings[options.master_address] = "the address of node 0"
+    to_set = [f"`{word}` is {what}" for word, what in meanings.items() if isinstance(word, Placeholder)]
+    parts = [f"For {layout}{', where ' * bool(to_set)}{', '.join(to_set)}, with Docker or with vLLM itself:"]
+    for form in ("docker", "vllm"):
+        served = serve_commands(source, layout, options.model_copy(update={"form": form, "model": model}))
+        parts.append(f"```bash\n{served}\n```")
+    return "\n\n".join(parts)
+
+
+def _code(recipe: Recipe, base_model: str, save_directory: str) -> tuple[str, str]:
+    """This library's call, and the script for LLM Compressor, that make the result."""
+    default = Recipe()
+    others = ("block_scales", "dequantize_dtype", "accept")
+    changed = [field for field in others if getattr(recipe, field) != getattr(default, field)]
+    arguments = [f"{field}={getattr(recipe, field)!r}" for field in changed]
+    ignore = ["ignore = [", *(f"    {pattern!r}," for pattern in recipe.ignore_patterns), "]"]
+    call = ["from kimi_k3_fp8 import Recipe, quantize", ""]
+    if recipe.ignore_patterns != default.ignore_patterns:
+        call += ignore
+        arguments.insert(0, "ignore=ignore")
+    call.append(f"recipe = Recipe({', '.join(arguments)})")
+    call.append(f"report = quantize({base_model!r}, {save_directory!r}, recipe)")
+
+    script = [
+        "import torch",
+        "from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer",
+        "from llmcompressor import model_free_ptq",
+        "",
+        f"MODEL_ID = {base_model!r}",
+        *ignore,
+    ]
+    scheme = 'scheme="FP8_BLOCK", ignore=ignore'
+    if recipe.block_scales == "power_of_two":
+        scheme = "config=config"
+        script += [
+            "from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme",
+            "from kimi_k3_fp8.engine.observer import POWER_OF_TWO",
+            'scheme = preset_name_to_scheme("FP8_BLOCK", ["Linear"])',
+            "scheme.weights.observer = POWER_OF_TWO",
+            'config = QuantizationConfig(config_groups={"FP8_BLOCK": scheme}, ignore=ignore)',
+        ]
+    dtype = f"torch.{recipe.dequantize_dtype}"
+    script += [
+        "model_free_ptq(",
+        f"    model_stub=MODEL_ID, save_directory={save_directory!r}, {scheme},",
+        f"    converter=CompressedTensorsDequantizer(MODEL_ID, ignore=ignore, dtype={dtype}),",
+        '    max_workers=7, device=[f"cuda:{i}" for i in range(7)],',
+        ")",
+    ]
+    return "\n".join(call), "\n".join(script)
+
+
+def _fidelity(report: Report | None) -> str:
+    compared = report.fidelity if report else ()
+    if not compared:
+        return "The stored values were not compared with the source's when this card was written."
+    headings = (
+        "Modules",
+        "Compared",
+        "Weights",
+        "Differing",
+        "Relative RMS error",
+        "Largest error",
+        "Verdict",
+    )
+    rows = [
+        (
+            f.module_class,
+            f"{f.modules:,} of {f.of_modules:,}",
+            f"{f.elements:,}",
+            f"{f.differing:,}",
+            f"{f.relative_rms_error:.3%}",
+            f"{f.largest_error:.3g}",
+            f.verdict,
+        )
+        for f in compared
+    ]
+    return f"Stored values, compared with the source's:\n\n{_table(headings, rows)}"
+
+
+def _linked(base_model: str) -> str:
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
+    return f"[{base_model}](https://huggingface.co/{base_model})" if on_hub else _span(base_model)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *(map(_plain, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is, in one line, within a table too."""
+    return re.sub(r"([\\`*_<>\[\]|])", r"\\\1", " ".join(text.split()))
+
+
+def _span(code: str) -> str:
+    fence = "`" * (1 + max(map(len, re.findall("`+", code)), default=0))
+    return f"{fence} {code} {fence}" if "`" in code else f"`{code}`"

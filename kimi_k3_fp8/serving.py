@@ -148,7 +148,7 @@ def rules_for_layout(
     made = expected_tensors(source, recipe or Recipe(), "mxfp4")
     weights = _sum(TensorInfo(name, *what, "", 0, 0) for name, what in made.items())
     found = _obstacles(weights, layout, None)
-    if hopeless := [problem for problem in found if problem.subject not in _RULES]:
+    if hopeless := [problem for problem in found if not _mendable(problem)]:
         raise ProblemsError(hopeless)
     dense = "|".join(map(str, model.dense_layers))
     places = {"dense": f"({dense})" if "|" in dense else dense}
@@ -240,13 +240,19 @@ def _width_problem(width: _Width, layout: Layout) -> Problem | None:
     fits = not rest and (each % BLOCK[0] == 0 or not width.quantized)
     if fits or (kind == _EXPERTS and layout.expert_parallel):
         return None
-    message = f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}"
     if rest:
         message = f"{width.size} rows or columns cannot be cut into {count} equal slices"
-    elif kind == _EXPERTS and count > 1 and each < _PADDED_TO:
+        return Problem(code=code, subject=kind, message=message, found=width.size)
+    message = f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}"
+    if kind == _EXPERTS and count > 1 and each < _PADDED_TO:
         code = "layout-silently-wrong"
         message += f", is padded to {_PADDED_TO} and gets the wrong scales: it loads, with wrong weights"
     return Problem(code=code, subject=kind, message=message, expected=BLOCK[0], found=each)
+
+
+def _mendable(problem: Problem) -> bool:
+    """Whether leaving these modules unquantized helps: slices of any width are fine then."""
+    return problem.subject in _RULES and problem.expected is not None
 
 
 def _room(gpu_memory: int | str | None, fraction: float) -> int | None:
@@ -296,10 +302,10 @@ def _nearest(weights: _Weights, layout: Layout, room: int | None) -> Layout | No
 def _advice(weights: _Weights, layout: Layout, room: int | None) -> str:
     nearest = _nearest(weights, layout, room)
     whole = replace(layout, expert_parallel=True)
-    left = sorted(problem.subject for problem in _obstacles(weights, whole, room))
+    left = _obstacles(weights, whole, room)
     advice = [f"serve it as {nearest}"] if nearest else []
-    if left and {*left} <= _RULES.keys():
-        kept = " and ".join(left)
+    if left and all(map(_mendable, left)):
+        kept = " and ".join(problem.subject for problem in left)
         advice.append(
             f"convert with Recipe.for_layout, which keeps the {kept} in BF16, and serve it as {whole}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,12 +16,12 @@ from kimi_k3_fp8 import errors
 from kimi_k3_fp8.architecture import infer_dimensions, tensors
 from kimi_k3_fp8.assembly import RECORD_NAME
 from kimi_k3_fp8.checkpoint import Checkpoint, TensorInfo, find_source, read_checkpoint
+from kimi_k3_fp8.decisions import expected_tensors
 from kimi_k3_fp8.errors import Problem, errors_in, note, shortened
-from kimi_k3_fp8.fidelity import Fidelity
+from kimi_k3_fp8.fidelity import Fidelity, Verify, fidelity_problems, measure, sampled
 from kimi_k3_fp8.machine import gigabytes
-from kimi_k3_fp8.planning import expected_tensors
 from kimi_k3_fp8.recipe import Recipe
-from kimi_k3_fp8.tables import html_table
+from kimi_k3_fp8.tables import compact, html_table, text_table
 
 Level = Literal["config", "tensors", "values"]
 
@@ -66,13 +66,33 @@ class Report(BaseModel):
             f"{self.quantized_modules:,} modules in FP8, {gigabytes(self.nbytes)})"
         )
 
+    _HEADINGS: ClassVar = ("class", "compared", "elements", "differ", "rel. RMS error", "largest", "verdict")
+
+    def _fidelity_rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                record.module_class,
+                f"{record.modules:,} of {record.of_modules:,}",
+                compact(record.elements),
+                compact(record.differing),
+                f"{record.relative_rms_error:.2%}",
+                f"{record.largest_error:.2g}",
+                "exact" if record.exact else "sampled" if record.modules < record.of_modules else "",
+            )
+            for record in self.fidelity
+        ]
+
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *map(str, self.problems)])
+        lines = [self._headline(), *map(str, self.problems)]
+        if self.fidelity:
+            lines += ["", text_table(self._HEADINGS, self._fidelity_rows())]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = [(p.severity, p.code, p.subject, p.message, p.fix) for p in self.problems]
         table = html_table(("", "code", "subject", "found", "what to do"), rows) if rows else ""
-        return f"<p>{self._headline()}</p>{table}"
+        values = html_table(self._HEADINGS, self._fidelity_rows()) if self.fidelity else ""
+        return f"<p>{self._headline()}</p>{table}{values}"
 
 
 def validate(
@@ -81,26 +101,37 @@ def validate(
     *,
     source: str | os.PathLike[str] | None = None,
     level: Level = "tensors",
+    verify: Verify = "full",
 ) -> Report:
-    """Compare a finished checkpoint with what a recipe promises. Reads headers and JSON files only.
+    """Compare a finished checkpoint with what a recipe promises.
+
+    checkpoint: its folder.
 
     recipe: by default the one the checkpoint's own kimi_k3_fp8.json names, else the published one.
     source: the checkpoint it was made from; without it, the modules a Kimi-K3 of these dimensions
         must have are taken from the architecture.
     level: "config" compares the saved quantization_config with the expected one; "tensors" every
-        tensor's name, dtype and shape besides, the index, and the files' lengths.
-    Raises SourceError where there is no such checkpoint.
+        tensor's name, dtype and shape besides, the index, and the files' lengths, from headers alone.
+        "values" dequantizes both sides besides and compares them; it needs the source.
+    verify: at level "values", whether all quantized modules are compared or a "sampled" 1 in 64.
+    Raises SourceError where there is no such checkpoint, ValueError for a level that cannot be.
     """
-    if level not in ("config", "tensors"):
-        raise ValueError(f"level is 'config' or 'tensors', not {level!r}")
+    if level not in get_args(Level):
+        raise ValueError(f"level is one of {', '.join(get_args(Level))}, not {level!r}")
+    if level == "values" and source is None:
+        raise ValueError("level='values' compares with the source: say source=...")
     found = read_checkpoint(find_source(checkpoint))
     recipe = recipe or recorded_recipe(found) or Recipe()
     problems = [problem for problem in found.problems if problem.severity == "error"]
     problems += check_config(found, recipe)
+    fidelity: tuple[Fidelity, ...] = ()
     if level != "config":
         base = read_checkpoint(find_source(source)) if source is not None else None
         problems += check_tensors(found, recipe, base)
         problems += _check_files(found, base)
+        if level == "values" and base is not None:
+            fidelity = _compare_values(found, base, recipe, verify)
+            problems += fidelity_problems(fidelity)
     return Report(
         checkpoint=str(checkpoint),
         level=level,
@@ -108,7 +139,17 @@ def validate(
         quantized_modules=sum(t.dtype == "F8_E4M3" for t in found.tensors.values()),
         nbytes=found.nbytes,
         problems=shortened(problems),
+        fidelity=fidelity,
     )
+
+
+def _compare_values(
+    found: Checkpoint, source: Checkpoint, recipe: Recipe, verify: Verify
+) -> tuple[Fidelity, ...]:
+    expected = _expected(found, recipe, source)
+    names = [n.removesuffix(".weight") for n, (dtype, _) in expected.items() if dtype == "F8_E4M3"]
+    inputs, outputs = source.tensors.values(), found.tensors.values()
+    return measure(source.files, inputs, found.files, outputs, sampled(names, verify))
 
 
 def recorded_recipe(checkpoint: Checkpoint) -> Recipe | None:

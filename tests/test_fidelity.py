@@ -322,6 +322,8 @@ def test_what_is_no_pair_is_named():
         ({"weight": bits(0, "BF16", 128, 256)}, fp8),
         ({"weight": bits(0, "U8", 256, 128)}, fp8),
         (plain | packed, fp8),
+        (packed | {"weight": plain["weight"]}, fp8),
+        (plain | {"weight_scale": packed["weight_scale"]}, fp8),
         ({"weight_packed": packed["weight_packed"]}, fp8),
         (packed | {"weight_scale": bits(0, "U8", 256, 2)}, fp8),
         (plain, {"weight": fp8["weight"]}),
@@ -470,6 +472,19 @@ def test_requantized_agrees_with_torch(seed, rows, columns, largest, exponents, 
     assert torch.equal(tensor(made["weight"]).view(torch.uint8), weight.view(torch.uint8))
     if (scale > 2.0**-22).all():  # vLLM goes no lower
         assert torch.equal(values(requantized(made)), values(made))
+
+
+@pytest.mark.parametrize("exponent", [-22, -8, 0, 20])
+def test_scales_that_are_powers_of_two_pass_unchanged(exponent):
+    """Down to 2^-22: vLLM takes no block's maximum for less than 1e-4."""
+    codes = torch.arange(127, dtype=torch.uint8).repeat(BLOCK, 2)  # 448 is among them
+    matrix = {
+        "weight": stored(codes.view(torch.float8_e4m3fn)),
+        "weight_scale": stored(torch.tensor([[2.0**exponent, 2.0 ** (exponent + 1)]])),
+    }
+    assert requantized(matrix) == matrix
+    matrix["weight_scale"] = stored(torch.tensor([[2.0**-24, 2.0**-22]]))
+    assert tensor(requantized(matrix)["weight_scale"]).tolist() == [[2.0**-22, 2.0**-22]]
 
 
 def test_blocks_that_are_not_finite_stay_so():

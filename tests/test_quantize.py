@@ -19,7 +19,6 @@ from conftest import (
     read_tensors_of,
     reindex,
     run_plain_script,
-    shard_of,
     write_shard,
 )
 

@@ -47,8 +47,8 @@ class PowerOfTwoObserver(Observer):  # type: ignore[misc]
         mantissa, _ = torch.frexp(amax)  # in [0.5, 1)
         cover = amax / mantissa * 0.875  # 448 = 0.875 x 2^9
         cover = torch.where(mantissa > 0.875, 2 * cover, cover)
-        dtype = torch.finfo(observed.dtype)
-        cover = cover.clamp(min=448 * dtype.smallest_normal * dtype.eps)
+        limits = torch.finfo(observed.dtype)
+        cover = cover.clamp(min=448 * limits.smallest_normal * limits.eps)
         self.max_vals = torch.where(amax == 0, amax, cover).to(observed.dtype)
         self.min_vals = -self.max_vals
 
