@@ -24,6 +24,7 @@ from kimi_k3_fp8.errors import (
 )
 from kimi_k3_fp8.planning import Plan, plan
 from kimi_k3_fp8.recipe import IgnoreRule, Recipe
+from kimi_k3_fp8.serving import Layout, check_layout, layouts, serve_commands
 from kimi_k3_fp8.validation import Report, validate
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "IgnoreRule",
     "JobError",
     "KimiK3FP8Error",
+    "Layout",
     "Plan",
     "PlanError",
     "Problem",
@@ -43,7 +45,10 @@ __all__ = [
     "RunLockedError",
     "SourceError",
     "ValidationError",
+    "check_layout",
+    "layouts",
     "plan",
     "quantize",
+    "serve_commands",
     "validate",
 ]

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from kimi_k3_fp8.assembly import assemble, publish, write_record
 from kimi_k3_fp8.execution import execute, open_run
 from kimi_k3_fp8.fidelity import Verify, merged
+from kimi_k3_fp8.model_card import write_card
 from kimi_k3_fp8.planning import Engine, plan
 from kimi_k3_fp8.recipe import Recipe
 from kimi_k3_fp8.validation import Report, validate
@@ -26,6 +27,7 @@ def quantize(
     executor: Executor | None = None,
     engine: Engine = "llm_compressor",
     verify: Verify = "sampled",
+    card: bool = True,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Report:
@@ -42,6 +44,7 @@ def quantize(
         weights into the same bytes by table, many times faster, on the CPU.
     verify: dequantize what was just written and compare it with the source: "off", "full", or
         "sampled", one quantized module in 64 and at least one of each class in each job.
+    card: write a model card as README.md, and keep the source's as README-source.md.
     overwrite: replace what is at save_directory; it stays until the result is complete.
     progress: show one bar of bytes written.
 
@@ -75,6 +78,8 @@ def quantize(
                 "jobs_kept": len(receipts) - ran,
             }
         )
+        if card:
+            write_card(folder, work, report=report)
         write_record(folder, work, receipts, report)
         publish(folder, work.save_directory)
     shutil.rmtree(staging.path, ignore_errors=True)

@@ -51,10 +51,10 @@ def without_quantization_configs(config: Mapping[str, Any]) -> dict[str, Any]:
 def write_record(folder: Path, plan: Plan, receipts: Sequence[Receipt], report: BaseModel) -> None:
     """Write kimi_k3_fp8.json: recipe, versions, source, checksums, and what validation found.
 
-    It says nothing of the machine or of how often the run was continued: the same work gives the
-    same file.
+    It says nothing of the machine, the place or how often the run was continued: the same work gives
+    the same file.
     """
-    found = report.model_dump(mode="json", exclude={"jobs_run", "jobs_kept"})
+    found = report.model_dump(mode="json", exclude={"checkpoint", "jobs_run", "jobs_kept"})
     found["problems"] = [p for p in found["problems"] if p["code"] != "resumed"]
     record = plan.record().model_dump(mode="json", exclude={"job_bytes"}) | {
         "fingerprint": plan.recipe.fingerprint,

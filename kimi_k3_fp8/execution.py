@@ -231,11 +231,13 @@ def _local_workers(plan: Plan, staging: Staging, most: int) -> Iterator[list[tup
         )
         for number, device in enumerate(plan.workers.devices[:most])
     ]
+    finished = False
     try:
         yield workers
+        finished = True
     finally:
         for executor, _ in workers:
-            executor.shutdown(wait=True, kill_workers=True)
+            executor.shutdown(wait=True, kill_workers=not finished)
 
 
 def _environment(threads: int) -> dict[str, str]:

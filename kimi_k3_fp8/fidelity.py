@@ -83,7 +83,7 @@ class Fidelity(BaseModel):
     @property
     def exact(self) -> bool:
         """Whether every module was compared and every value is finite and the source's."""
-        return self.modules == self.of_modules and not self.differing and not self.non_finite
+        return 0 < self.modules == self.of_modules and not self.differing and not self.non_finite
 
     @property
     def verdict(self) -> str:

@@ -204,7 +204,10 @@ class HubFiles:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            _patiently(lambda: self._download(name, path, watch or _ignore, pause), pause)
+            try:
+                self._download(name, path, watch or _ignore, pause)
+            except _AlteredError:  # what an earlier attempt left may be why: once more, all of it
+                self._download(name, path, watch or _ignore, pause)
         except Exception as error:
             raise self._engine_error(name, error) from error
 
@@ -367,7 +370,7 @@ class Shelf:
             try:
                 result = work.result()
                 self._release(job)
-            except BaseException as error:  # whatever it is, it belongs to who waits for the outcome
+            except BaseException as error:  # whoever waits for the outcome must see it
                 outcome.set_exception(error)
             else:
                 outcome.set_result(result)
@@ -378,7 +381,7 @@ class Shelf:
             try:
                 self._ready[job].result()
                 work = executor.submit(call, *arguments)
-            except Exception as error:
+            except BaseException as error:
                 outcome.set_exception(error)
             else:
                 work.add_done_callback(finish)
@@ -575,27 +578,16 @@ def _explain(error: Exception, repo_id: str) -> tuple[str, str]:
             f"it is not in the cache at {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to look further",
             "unset HF_HUB_OFFLINE, or download the whole repository beforehand",
         )
+    again = f"gave up after {len(WAITS) + 1} attempts; check the connection and HF_ENDPOINT, then call again"
     if isinstance(cause, HfHubHTTPError):
-        status = cause.response.status_code
-        return f"{endpoint} answers {status} ({str(cause).strip()})", _after(_may_pass(cause))
+        answer = f"{cause.response.url.host} answers {cause.response.status_code}"
+        denied = "check the token (`hf auth login` or HF_TOKEN) and what it may read"
+        return f"{answer} {cause.response.reason_phrase}", again if _may_pass(cause) else denied
     if isinstance(cause, (httpx.HTTPError, _AlteredError)):
-        return (
-            f"{endpoint} does not deliver ({type(cause).__name__}: {cause})",
-            _after(True),
-        )
+        return f"{endpoint} does not deliver ({type(cause).__name__}: {cause})", again
     if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
         return "the disk is full", "free space or lower prefetch, then call again"
-    return f"{type(cause).__name__}: {cause}", _after(_may_pass(cause))
-
-
-def _after(passing: bool) -> str:
-    waited = sum(WAITS)
-    if passing:
-        return (
-            f"tried for {waited} s and longer; check the connection and HF_ENDPOINT, then call again, or set "
-            "HF_HUB_OFFLINE=1 if the cache holds all of it"
-        )
-    return "check the token (`hf auth login` or HF_TOKEN) and the repository's settings"
+    return f"{type(cause).__name__}: {cause}", "call again"
 
 
 def _sha256(content: Any) -> str:

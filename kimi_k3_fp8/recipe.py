@@ -19,6 +19,9 @@ from kimi_k3_fp8.errors import RecipeError
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
 
+    from kimi_k3_fp8.architecture import Dimensions
+    from kimi_k3_fp8.serving import Layout
+
 BlockScales = Literal["amax", "power_of_two"]
 #: Codes of Problems that a caller may accept; all others cannot be argued away.
 Acceptable = Literal["not-kimi-k3", "must-stay-unquantized"]
@@ -279,6 +282,23 @@ class Recipe(BaseModel):
         if unknown := [name for name in names if name not in have]:
             raise KeyError(f"no ignore rule named {unknown[0]!r}; there are: {', '.join(have)}")
         return self._with(ignore=[rule for rule in self.ignore if rule.name not in names])
+
+    def for_layout(
+        self, layout: Layout, *, tail_fusion: bool = False, dimensions: Dimensions | None = None
+    ) -> Recipe:
+        """This recipe with the ignore rules that serving its result in a layout needs, each with its
+        reason. tail_fusion: also keep `routed_expert_up_proj`, which vLLM needs to fuse the end of a MoE
+        layer. dimensions: of the model, by default the real one.
+
+        Raises ProblemsError where no ignore rule helps (routed experts without expert parallel), and
+        ValueError where the layout has no tail fusion.
+        """
+        from kimi_k3_fp8.serving import rules_for_layout
+
+        recipe = self
+        for rule in rules_for_layout(layout, self, tail_fusion=tail_fusion, dimensions=dimensions):
+            recipe = recipe.with_rule(rule.name, rule.pattern, rule.reason)
+        return recipe
 
     def _with(self, **changes: Any) -> Recipe:
         fields = {name: getattr(self, name) for name in type(self).model_fields}

@@ -20,9 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kimi_k3_fp8.architecture import Dimensions, module_class, tensors
 from kimi_k3_fp8.checkpoint import Checkpoint, TensorInfo, find_source, read_checkpoint
+from kimi_k3_fp8.decisions import expected_tensors
 from kimi_k3_fp8.errors import Problem, ProblemsError, errors_in
 from kimi_k3_fp8.machine import gigabytes, parse_size
-from kimi_k3_fp8.planning import Plan, expected_tensors
+from kimi_k3_fp8.planning import Plan
 from kimi_k3_fp8.recipe import BLOCK, IgnoreRule, Recipe
 
 #: The release the rules were read from.
@@ -91,6 +92,7 @@ def check_layout(
 ) -> tuple[Problem, ...]:
     """What keeps vLLM from serving a checkpoint in a layout, and what works instead.
 
+    source: a plan, or a finished checkpoint or its folder. layout: how the GPUs share it.
     gpu_memory: of one GPU, as "141GB" or bytes; None leaves memory unchecked. memory_fraction: the
         share of it that vLLM may use (`--gpu-memory-utilization`).
     Raises SourceError where there is no such folder, ValueError for a size that is none.
@@ -109,7 +111,10 @@ def layouts(
     gpu_memory: int | str | None = None,
     memory_fraction: float = 0.95,
 ) -> tuple[LayoutRow, ...]:
-    """Every layout of so many GPUs on so many nodes, and whether it loads; see `check_layout`."""
+    """Every layout of so many GPUs (gpus) on so many nodes, and whether it loads.
+
+    source, gpu_memory, memory_fraction: as for `check_layout`. Raises what that raises.
+    """
     weights, room = _weigh(source), _room(gpu_memory, memory_fraction)
     return tuple(
         LayoutRow(layout, _heaviest(weights, layout), weights.problems + _obstacles(weights, layout, room))
@@ -395,7 +400,8 @@ def serve_commands(
 ) -> Serving:
     """The commands that serve a checkpoint in a layout, one a node.
 
-    They come for a layout that does not load, too: `.problems` then says why, and what does load.
+    source, layout, gpu_memory: as for `check_layout`. options: image, port, addresses and the like.
+    Commands come for a layout that does not load, too: `.problems` then says why, and what does load.
     Raises as `check_layout` does, and ValueError for a path with a colon, which docker cannot mount.
     """
     options = options or ServeOptions()

@@ -88,7 +88,7 @@ def write_shard(path: Path, tensors: Iterable[tuple[str, str, list[int], bytes]]
 
 def edit_shard(path: Path, edit: Callable[[Tensors], None]) -> None:
     """Read a shard, change its tensors in a dictionary, write it back."""
-    tensors = {n: v for n, v in read_tensors_of(path).items()}
+    tensors = read_tensors_of(path)
     edit(tensors)
     write_shard(path, [(name, *value) for name, value in tensors.items()])
 
@@ -151,7 +151,7 @@ def plain(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def converted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `quantize` makes of the tiny checkpoint, in several jobs. Never changed."""
     output = tmp_path_factory.mktemp("converted") / "output"
-    quantize(tiny, output, max_shard_size="1MB", executor=Inline(), progress=False)
+    quantize(tiny, output, max_shard_size="1MB", executor=Inline(), card=False, progress=False)
     return output
 
 

@@ -17,7 +17,16 @@ def test_signature_of_model_free_ptq() -> None:
     from llmcompressor import model_free_ptq
 
     found = list(inspect.signature(model_free_ptq).parameters)
-    expected = ["model_stub", "save_directory", "scheme", "config", "ignore", "max_workers", "device", "converter"]
+    expected = [
+        "model_stub",
+        "save_directory",
+        "scheme",
+        "config",
+        "ignore",
+        "max_workers",
+        "device",
+        "converter",
+    ]
     assert found == expected, f"{SAY}model_free_ptq takes {found}, was {expected}"
 
 

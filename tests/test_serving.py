@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from kimi_k3_fp8 import Recipe, plan
 from kimi_k3_fp8.architecture import Dimensions, module_class, tensors
 from kimi_k3_fp8.checkpoint import Checkpoint, Folder, TensorInfo, find_source, read_checkpoint
+from kimi_k3_fp8.decisions import expected_tensors
 from kimi_k3_fp8.errors import ProblemsError, SourceError
-from kimi_k3_fp8.planning import expected_tensors
 from kimi_k3_fp8.serving import (
     PUBLISHED_LAYOUT,
     PUBLISHED_OPTIONS,

@@ -50,7 +50,7 @@ def test_the_plain_scripts_output_has_only_its_leftover(tiny: Path, plain: Path)
 
 def test_flipped_dtype(output: Path) -> None:
     def flip(tensors: dict[str, Any]) -> None:
-        dtype, shape, data = tensors[f"{EXPERT}.weight"]
+        _, shape, data = tensors[f"{EXPERT}.weight"]
         tensors[f"{EXPERT}.weight"] = ("F8_E5M2", shape, data)
 
     edit_shard(shard_of(output, f"{EXPERT}.weight"), flip)
