@@ -33,8 +33,9 @@ def quantize(
 ) -> Report:
     """Make an FP8_BLOCK checkpoint of a Kimi-K3 checkpoint. The defaults are the published recipe.
 
-    source: the folder of the checkpoint. recipe: what to make of it. save_directory: where the result appears, whole, at the end;
-        by default the source's last name + "-FP8-BLOCK".
+    source: the folder of the checkpoint. recipe: what to make of it.
+    save_directory: where the result appears, whole, at the end; by default the source's last name +
+        "-FP8-BLOCK".
     devices: torch's names, e.g. ["cuda:0", "cuda:1"]; by default every accelerator, else the CPU.
     workers: processes; by default one per accelerator, or on the CPU as many as cores and memory let.
     max_shard_size: the most bytes of tensors in an output shard, written like "5GB".

@@ -24,6 +24,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from kimi_k3_fp8 import api, model_card, planning, serving, synthetic, validation
+from kimi_k3_fp8.assembly import RECORD_NAME
 from kimi_k3_fp8.errors import KimiK3FP8Error, Problem, ProblemsError, RecipeError, errors_in
 from kimi_k3_fp8.fidelity import Verify
 from kimi_k3_fp8.machine import gigabytes
@@ -286,15 +287,19 @@ def serve(checkpoint: str, gpus: int, gpu_memory: str | None, **options: Any) ->
     return any(not row.problems for row in found)
 
 
+class _Record(BaseModel):
+    validation: Report | None = None
+
+
 @_command(checkpoint=inspect.Parameter.empty, write=False, **_fields(CardDetails))
 def card(checkpoint: str, write: bool, **options: Any) -> bool:
     """Print the model card of a converted checkpoint, or write it."""
-    details = CardDetails(**_given(CardDetails, options))
-    print(
-        model_card.write_card(checkpoint, details=details)
-        if write
-        else model_card.model_card(checkpoint, details=details)
-    )
+    details, record = CardDetails(**_given(CardDetails, options)), Path(checkpoint, RECORD_NAME)
+    report = _Record.model_validate_json(record.read_bytes()).validation if record.is_file() else None
+    if write:
+        _show(f"wrote {model_card.write_card(checkpoint, report=report, details=details)}")
+    else:
+        print(model_card.model_card(checkpoint, report=report, details=details))
     return True
 
 
@@ -332,8 +337,9 @@ def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, heading in enumerate(headings, 1):
-        digits = all(row[number - 1][:1].isdigit() for row in rows)
-        table.add_column(heading, justify="right" if digits else "left", no_wrap=number < len(headings))
+        last = number == len(headings)
+        flush = not last and all(row[number - 1][:1].isdigit() for row in rows)
+        table.add_column(heading, justify="right" if flush else "left", no_wrap=not last)
     for row in rows:
         table.add_row(*map(Text, row))
     _console().print(table)
@@ -353,9 +359,9 @@ def _present(found: Plan | Report, as_json: bool) -> bool:
         _show("\n".join(["", *map(_told, found.problems), verdict]))
     else:
         _show("\n".join([str(found).partition("\n")[0], *map(_told, found.problems)]))
-        rows = [(f.module_class, f"{f.modules:,} of {f.of_modules:,}", f.verdict) for f in found.fidelity]
+        rows = [(f.module_class, f"{f.of_modules:,}", f.verdict) for f in found.fidelity]
         if rows:
-            _show_table(("class", "compared", "values, against the source's"), rows)
+            _show_table(("class", "modules", "values, against the source's"), rows)
     return found.ok
 
 
@@ -371,7 +377,7 @@ def _fail(error: Exception, as_json: bool) -> None:
         lines = [f"{error.headline}:", *map(_told, errors_in(problems))]
     elif isinstance(error, ValidationError):
         wrong = [(str([*e["loc"], ""][0]).replace("_", "-"), e["msg"]) for e in error.errors()]
-        lines = [f"error: --{name}: {message.removeprefix('Value error, ')}" for name, message in wrong]
+        lines = [f"error: {name}: {message.removeprefix('Value error, ')}" for name, message in wrong]
     _show("\n".join(lines), stderr=True)
 
 

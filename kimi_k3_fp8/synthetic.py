@@ -105,9 +105,7 @@ def write_checkpoint(
 _Content = Callable[[TensorSpec, int], Iterable["torch.Tensor"]]
 
 
-def _write_shard(
-    path: Path, specs: Iterable[TensorSpec], content: _Content | None, seed: int
-) -> None:
+def _write_shard(path: Path, specs: Iterable[TensorSpec], content: _Content | None, seed: int) -> None:
     """Write one safetensors file: 8 bytes of header length, JSON padded to 8 bytes, data."""
     # Widest items first keeps every tensor aligned, as the safetensors library does.
     ordered = sorted(specs, key=lambda spec: (spec.dtype == "U8", spec.dtype == "BF16", spec.name))

@@ -49,9 +49,8 @@ def begin(source: Path, out: Path, jobs: int = 3, recipe: Recipe | None = None) 
 
 
 def finish(source: Path, out: Path, recipe: Recipe | None = None, **more: Any) -> Any:
-    return quantize(
-        source, out, recipe, executor=Inline(), progress=False, **({"max_shard_size": "1MB"} | more)
-    )
+    defaults = {"max_shard_size": "1MB", "card": False}
+    return quantize(source, out, recipe, executor=Inline(), progress=False, **(defaults | more))
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -124,7 +124,8 @@ def test_the_output_is_complete_and_ordinary(source: Path, tmp_path: Path) -> No
     side = {p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()}
     side -= {n for n in side if n.endswith(".safetensors") or n.startswith(".cache")}
     side -= {"pytorch_model.bin"}
-    assert {n for n in names if not n.endswith(".safetensors")} == side | {"kimi_k3_fp8.json", "README-source.md"}
+    made = {"kimi_k3_fp8.json", "README-source.md"}
+    assert {n for n in names if not n.endswith(".safetensors")} == side | made
     assert (out / "README-source.md").read_bytes() == (source / "README.md").read_bytes()
     for name in side - {"config.json", "model.safetensors.index.json", "README.md"}:
         assert (out / name).read_bytes() == (source / name).read_bytes()

@@ -129,8 +129,9 @@ def _check_config(output: Path, recipe: Recipe) -> None:
     expected = recipe.expected_quantization_config()
     if found != expected:
         keys = sorted(k for k in {*found, *expected} if found.get(k) != expected.get(k))
+        wrote, wanted = ({key: config.get(key) for key in keys} for config in (found, expected))
         raise EngineError(
             f"quantization_config: {', '.join(keys)}",
-            f"LLM Compressor wrote {[found.get(k) for k in keys]}, expected {[expected.get(k) for k in keys]}",
+            f"LLM Compressor wrote {wrote}, expected {wanted}",
             "use llmcompressor 0.14; another release may write another format",
         )
