@@ -21,19 +21,23 @@ def quantize(
     save_directory: str | os.PathLike[str] | None = None,
     recipe: Recipe | None = None,
     *,
+    revision: str | None = None,
     devices: Sequence[str] | None = None,
     workers: int | None = None,
     max_shard_size: int | str = "5GB",
     executor: Executor | None = None,
     engine: Engine = "llm_compressor",
     verify: Verify = "sampled",
+    keep_source: bool = True,
+    prefetch: int | None = None,
     card: bool = True,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Report:
     """Make an FP8_BLOCK checkpoint of a Kimi-K3 checkpoint. The defaults are the published recipe.
 
-    source: the folder of the checkpoint. recipe: what to make of it.
+    source: the folder of the checkpoint, or its id on the Hugging Face Hub ("org/name"), of which
+        `revision` names a branch, tag or commit. recipe: what to make of it.
     save_directory: where the result appears, whole, at the end; by default the source's last name +
         "-FP8-BLOCK".
     devices: torch's names, e.g. ["cuda:0", "cuda:1"]; by default every accelerator, else the CPU.
@@ -46,6 +50,9 @@ def quantize(
     verify: dequantize what was just written and compare it with the source: "off", "full", or
         "sampled", one quantized module in 64 and at least one of each class in each job.
     card: write a model card as README.md, and keep the source's as README-source.md.
+    keep_source, prefetch: from the Hub, shards are downloaded while others are converted, at most
+        `prefetch` of them ahead. keep_source=False drops each once no job needs it: never more than
+        `prefetch` are on disk. By default they stay in the Hub's cache.
     overwrite: replace what is at save_directory; it stays until the result is complete.
     progress: show one bar of bytes written.
 
@@ -57,18 +64,21 @@ def quantize(
     work = plan(
         source,
         recipe,
+        revision=revision,
         save_directory=save_directory,
         max_shard_size=max_shard_size,
         devices=devices,
         workers=workers,
         engine=engine,
+        keep_source=keep_source,
+        prefetch=prefetch,
         overwrite=overwrite,
     )
     work.raise_for_problems()
     with open_run(work) as staging:
         receipts, ran = execute(work, staging, executor=executor, verify=verify, progress=progress)
         folder = assemble(work, staging)
-        report = validate(folder, work.recipe, source=source)
+        report = validate(folder, work.recipe, source=work.checkpoint)
         report.raise_for_problems()
         report = report.model_copy(
             update={

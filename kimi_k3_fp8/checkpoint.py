@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kimi_k3_fp8.errors import Problem, SourceError, note
 
@@ -28,6 +28,8 @@ DTYPE_BITS: dict[str, int] = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
+
+_T = TypeVar("_T")
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -45,6 +47,8 @@ OTHER_WEIGHTS = (
     ".gguf",
     ".onnx",
 )
+#: What may be a Hub repository: "org/name".
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 #: safetensors refuses longer headers, and so do we: 100 MB.
 LONGEST_HEADER = 100_000_000
 
@@ -98,6 +102,9 @@ class Files(Protocol):
     def fetch(self, name: str) -> Path:
         """A local file with the content of that one, fetched if it is not here yet."""
 
+    def map(self, read: Callable[[str], _T], names: Sequence[str]) -> Iterator[_T]:
+        """`read` of each name, in order; several at once where that is quicker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -129,6 +136,9 @@ class Folder:
 
     def fetch(self, name: str) -> Path:
         return self.path / name
+
+    def map(self, read: Callable[[str], _T], names: Sequence[str]) -> Iterator[_T]:
+        return map(read, names)
 
 
 @dataclass(frozen=True)
@@ -182,11 +192,21 @@ def find_quantization_configs(config: Mapping[str, Any], path: str = "") -> Iter
             yield from find_quantization_configs(value, f"{path}{key}.")
 
 
-def find_source(source: str | os.PathLike[str]) -> Files:
-    """The files behind what a caller names. Raises SourceError where there is no such folder."""
+def find_source(source: str | os.PathLike[str], revision: str | None = None) -> Files:
+    """The files behind what a caller names: a folder, else a repository of the Hub ("org/name").
+
+    revision: a branch, tag or commit of a Hub repository. Raises SourceError where there is neither,
+    ValueError for a revision of a folder.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"{source} is a folder; only a Hub repository has revisions")
         return Folder(path.resolve())
+    if not path.exists() and _HUB_ID.fullmatch(os.fspath(source)):
+        from kimi_k3_fp8.hub import open_repository
+
+        return open_repository(os.fspath(source), revision)
     what = "is a file, not a folder" if path.exists() else "does not exist"
     raise SourceError(f"{source} {what}; point to the folder that holds config.json and the shards")
 
@@ -208,16 +228,21 @@ def read_checkpoint(files: Files) -> Checkpoint:
 
     tensors: dict[str, TensorInfo] = {}
     shards: dict[str, ShardInfo] = {}
-    for name in shard_names:
-        if name not in sizes:
-            if index is not None or (index_name is None and not problems):
-                problems.append(_missing_shard(name, index_name, sizes))
-            continue
+    if index is not None or (index_name is None and not problems):
+        problems += [_missing_shard(name, index_name, sizes) for name in shard_names if name not in sizes]
+    present = [name for name in shard_names if name in sizes]
+
+    def read(name: str) -> tuple[ShardInfo, list[TensorInfo]] | HeaderError:
         try:
-            shard, held = read_header(files, name, sizes[name])
+            return read_header(files, name, sizes[name])
         except HeaderError as error:
-            problems.append(error.problem)
+            return error
+
+    for name, found in zip(present, files.map(read, present), strict=True):
+        if isinstance(found, HeaderError):
+            problems.append(found.problem)
             continue
+        shard, held = found
         shards[name] = shard
         for tensor in held:
             if index is None or weight_map.get(tensor.name) == name:

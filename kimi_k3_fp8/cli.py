@@ -55,7 +55,7 @@ _OPTIONS: dict[str, tuple[Any, str | None, str]] = {
     "save_directory": (
         str,
         "SAVE_DIRECTORY",
-        "Where the result appears. [default: SOURCE-FP8-BLOCK, here]",
+        "Where the result appears. By default SOURCE + -FP8-BLOCK, here.",
     ),
     "recipe": (Path, "FILE", "A recipe in YAML or JSON, which the next five options change."),
     "block_scales": (BlockScales, None, "power_of_two keeps MXFP4 weights exactly; amax is as published."),
@@ -201,7 +201,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    show: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+    show: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None: ...
 
 
@@ -288,14 +290,17 @@ def serve(checkpoint: str, gpus: int, gpu_memory: str | None, **options: Any) ->
 
 
 class _Record(BaseModel):
-    validation: Report | None = None
+    """What a card needs of kimi_k3_fp8.json."""
+
+    validation: dict[str, Any]
 
 
 @_command(checkpoint=inspect.Parameter.empty, write=False, **_fields(CardDetails))
 def card(checkpoint: str, write: bool, **options: Any) -> bool:
     """Print the model card of a converted checkpoint, or write it."""
     details, record = CardDetails(**_given(CardDetails, options)), Path(checkpoint, RECORD_NAME)
-    report = _Record.model_validate_json(record.read_bytes()).validation if record.is_file() else None
+    found = _Record.model_validate_json(record.read_bytes()).validation if record.is_file() else None
+    report = Report.model_validate({"checkpoint": checkpoint} | found) if found else None
     if write:
         _show(f"wrote {model_card.write_card(checkpoint, report=report, details=details)}")
     else:
@@ -335,7 +340,7 @@ def _show_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
     for number, heading in enumerate(headings, 1):
         last = number == len(headings)
         flush = not last and all(row[number - 1][:1].isdigit() for row in rows)
@@ -359,9 +364,9 @@ def _present(found: Plan | Report, as_json: bool) -> bool:
         _show("\n".join(["", *map(_told, found.problems), verdict]))
     else:
         _show("\n".join([str(found).partition("\n")[0], *map(_told, found.problems)]))
-        rows = [(f.module_class, f"{f.of_modules:,}", f.verdict) for f in found.fidelity]
-        if rows:
-            _show_table(("class", "modules", "values, against the source's"), rows)
+        if found.fidelity:
+            rows = [(record.module_class, record.verdict) for record in found.fidelity]
+            _show_table(("class", "values, against the source's"), rows)
     return found.ok
 
 
@@ -376,8 +381,11 @@ def _fail(error: Exception, as_json: bool) -> None:
     if isinstance(error, ProblemsError):
         lines = [f"{error.headline}:", *map(_told, errors_in(problems))]
     elif isinstance(error, ValidationError):
-        wrong = [(str([*e["loc"], ""][0]).replace("_", "-"), e["msg"]) for e in error.errors()]
-        lines = [f"error: {name}: {message.removeprefix('Value error, ')}" for name, message in wrong]
+        wrong = [([".".join(map(str, e["loc"])).replace("_", "-")], e["msg"]) for e in error.errors()]
+        lines = [
+            ": ".join(["error", *filter(None, name), msg.removeprefix("Value error, ")])
+            for name, msg in wrong
+        ]
     _show("\n".join(lines), stderr=True)
 
 

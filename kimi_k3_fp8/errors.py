@@ -58,6 +58,7 @@ CODES: dict[str, str] = {
     "output-exists": "the output path exists and is not empty",
     "output-overlaps": "the output path and the source overlap",
     "disk-too-small": "the disk has less free space than the run needs",
+    "prefetch-too-small": "fewer source shards may be on disk than one job reads",
     "memory-too-small": "no worker fits into the memory there is",
     # a finished checkpoint
     "config-missing": "config.json holds no quantization_config at its top level",

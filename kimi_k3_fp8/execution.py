@@ -110,10 +110,6 @@ def execute(
     configs = plan.checkpoint.quantization_configs()
     source_config = next(iter(configs.values())) if plan.source_format == "mxfp4" else None
 
-    def task(job: Job, device: str | None) -> Task:
-        files, recipe = plan.checkpoint.files, plan.recipe
-        return Task(job, files, staging, recipe, plan.engine, verify, source_config, device)
-
     total = sum(job.bytes_out for job in plan.jobs)
     bar = tqdm(
         desc=plan.save_directory.name,
@@ -123,27 +119,59 @@ def execute(
         unit_scale=True,
         disable=not progress,
     )
-    with bar:
-        for receipt in _run(plan, waiting, task, executor, staging):
+    with bar, _source(plan, staging, waiting, progress) as (files, submit):
+
+        def task(job: Job, device: str | None) -> Task:
+            return Task(job, files, staging, plan.recipe, plan.engine, verify, source_config, device)
+
+        for receipt in _run(plan, waiting, task, submit, executor, staging):
             done[receipt.job] = receipt
             bar.update(plan.jobs[receipt.job - 1].bytes_out)
     return [done[job.number] for job in plan.jobs], len(waiting)
 
 
 _MakeTask = Callable[[Job, "str | None"], Task]
+_Submit = Callable[[Executor, Task], "Future[Receipt]"]
+
+
+@contextmanager
+def _source(
+    plan: Plan, staging: Staging, waiting: Sequence[Job], progress: bool
+) -> Iterator[tuple[Files, _Submit]]:
+    """Where the workers find the source, and how a job is submitted: from the Hub, once it is here."""
+    files = plan.checkpoint.files
+    if isinstance(files, Folder):
+        yield files, lambda executor, task: executor.submit(run_job, task)
+        return
+    from kimi_k3_fp8.hub import HubFiles, Shelf
+
+    assert isinstance(files, HubFiles)
+    with Shelf(
+        files,
+        staging.source,
+        {job.number: job.source_shards for job in waiting},
+        places=plan.prefetch,
+        keep=plan.keep_source,
+        progress=progress,
+    ) as shelf:
+        yield (
+            shelf.files,
+            lambda executor, task: shelf.submit(executor, task.job.number, run_job, task),
+        )
 
 
 def _run(
     plan: Plan,
     waiting: Sequence[Job],
     task: _MakeTask,
+    submit: _Submit,
     executor: Executor | None,
     staging: Staging,
 ) -> Iterator[Receipt]:
     if not waiting:
         return
     if executor is not None:
-        futures = {executor.submit(run_job, task(job, None)): job for job in waiting}
+        futures = {submit(executor, task(job, None)): job for job in waiting}
         yield from _collect(futures, lambda _: None)
         return
     assert plan.workers is not None  # a plan without workers has an error and is never run
@@ -154,7 +182,7 @@ def _run(
 
         def start(worker: tuple[Executor, str]) -> None:
             if (job := next(queue, None)) is not None:
-                future = worker[0].submit(run_job, task(job, worker[1]))
+                future = submit(worker[0], task(job, worker[1]))
                 busy[future], owner[future] = job, worker
 
         for worker in workers:
@@ -181,8 +209,9 @@ def _collect(
                     yield future.result()
                 elif failure is None:
                     failure = _explained(error, job)
-                    for other in futures:
-                        other.cancel()
+                    # A cancelled future may never tell that it was: it is not waited for.
+                    for other in [f for f in futures if f not in ended and f.cancel()]:
+                        del futures[other]
     finally:
         for future in futures:
             future.cancel()
@@ -193,7 +222,9 @@ def _collect(
 def _explained(error: BaseException, job: Job) -> BaseException:
     if isinstance(error, (JobError, KeyboardInterrupt)):
         return error
-    if isinstance(error, BrokenExecutor):
+    if isinstance(error, EngineError):
+        failed = JobError(job.number, error.subject, error.message, error.fix)
+    elif isinstance(error, BrokenExecutor):
         failed = JobError(
             job.number,
             job.shard,

@@ -23,13 +23,13 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from huggingface_hub import (
@@ -55,6 +55,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily, and documented
+    are_progress_bars_disabled,
     build_hf_headers,
     parse_ratelimit_headers,
 )
@@ -70,6 +71,8 @@ _Pause = Callable[[float], None]
 #: Seconds to wait before each new attempt, unless the server asks for more. A download that moves
 #: begins counting anew.
 WAITS = (1, 2, 4, 8, 16)
+#: Files read at once while headers are read: each is little more than waiting for an answer.
+PARALLEL = 8
 
 _logger = logging.getLogger(__name__)
 
@@ -140,15 +143,25 @@ class HubFiles:
     commit: str
     files: Mapping[str, HubFile]
 
-    #: Requests at a time while headers are read.
-    parallel: ClassVar[int] = 8
-
     @property
     def source(self) -> str:
         return f"{self.repo_id}@{self.commit}"
 
     def sizes(self) -> dict[str, int]:
         return {name: file.size for name, file in self.files.items()}
+
+    def map(self, read: Callable[[str], _T], names: Sequence[str]) -> Iterator[_T]:
+        """`read` of each name, in order, several at once and with a progress bar."""
+        with (
+            ThreadPoolExecutor(PARALLEL, thread_name_prefix="read") as pool,
+            tqdm(
+                pool.map(read, names),
+                desc=f"reading {self.repo_id}",
+                total=len(names),
+                disable=are_progress_bars_disabled(),
+            ) as values,
+        ):
+            yield from values
 
     def identity(self, name: str) -> str:
         """Git's id of the content: a commit that leaves this file alone does not change it."""
@@ -401,12 +414,13 @@ class Shelf:
         # never takes a place beyond the limit.
         in_order = dict.fromkeys(shard for job in self._queue for shard in sorted(self._needs[job]))
         first = set([*in_order][: self._places])
-        for path in [path for path in root.rglob("*") if path.is_symlink() or path.is_file()]:
+        for path in sorted(path for path in root.rglob("*") if path.is_symlink() or path.is_file()):
             name = path.relative_to(root).as_posix()
+            partly = name.removesuffix(".part")
             if name in first and not path.is_symlink():
                 self._here[name] = Future()
                 self._here[name].set_result(None)
-            elif self._keep or path.suffix != ".part" or name.removesuffix(".part") not in first:
+            elif self._keep or partly == name or partly not in first or partly in self._here:
                 path.unlink()
         for shard, cached in linked.items():
             _link(root / shard, cached)

@@ -22,6 +22,9 @@ USABLE = 0.8
 WORKER_BYTES = 500_000_000
 #: No job is made smaller than this just to run more workers at once.
 SMALLEST_JOB = 250_000_000
+#: A small checkpoint is cut into twice as many jobs as workers, so that they end together, but into none
+#: smaller than this.
+SMALLEST_SHARE = 10_000_000
 #: A device holds the kernels and contexts of one process besides the job: 1 GB.
 DEVICE_BYTES = 1_000_000_000
 
@@ -75,8 +78,8 @@ def choose_workers(
 
     max_job_bytes: the most output one job may have. bytes_per_output_byte: memory a job needs for each
         byte of its output. extra_bytes: what it needs on top of that.
-    total_bytes: all output there will be; a small one is shared out, so that no worker is idle while
-        another has two jobs' work. fixed: the job size is given, only the workers may be fewer.
+    total_bytes: all output there will be; a small one is shared out among the workers.
+    fixed: the job size is given, only the workers may be fewer.
     devices, workers: what the caller asks for instead. None means that not even one worker fits.
     Raises ValueError for workers below 1 or a device that is not there.
     """
@@ -105,7 +108,7 @@ def choose_workers(
         return None
     job_bytes = min(max_job_bytes, int(room))
     if total_bytes is not None and not fixed:
-        job_bytes = min(job_bytes, max(smallest, -(-total_bytes // count)))
+        job_bytes = min(job_bytes, max(SMALLEST_SHARE, -(-total_bytes // (2 * count))))
     if total_bytes is not None:
         count = max(1, min(count, -(-total_bytes // job_bytes)))
         used = used[:count]

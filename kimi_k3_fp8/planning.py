@@ -74,6 +74,11 @@ class Job:
     def bytes_out(self) -> int:
         return sum(tensor.nbytes for tensor in self.outputs)
 
+    @property
+    def source_shards(self) -> tuple[str, ...]:
+        """The source's shards that it reads."""
+        return tuple(dict.fromkeys(tensor.shard for tensor in self.inputs))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -88,6 +93,8 @@ class Plan:
     workers: Workers | None
     source_format: SourceFormat
     max_shard_bytes: int
+    keep_source: bool
+    prefetch: int
     disk_needed: int
     disk_free: int
     problems: tuple[Problem, ...]
@@ -244,10 +251,13 @@ def plan(
     recipe: Recipe | None = None,
     *,
     save_directory: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
     max_shard_size: int | str = "5GB",
     devices: Sequence[str] | None = None,
     workers: int | None = None,
     engine: Engine = "llm_compressor",
+    keep_source: bool = True,
+    prefetch: int | None = None,
     overwrite: bool = False,
 ) -> Plan:
     """Say all that `quantize` with the same arguments will do, and all that stands in its way.
@@ -255,14 +265,14 @@ def plan(
     Reads headers, file sizes and this machine's free memory and disk; creates nothing.
     source, recipe: what to make of which checkpoint; the published recipe by default.
     save_directory: where the result would appear; it is looked at, not made.
-    devices, workers, engine, overwrite: as for `quantize`.
+    revision, devices, workers, engine, keep_source, prefetch, overwrite: as for `quantize`.
     max_shard_size: the most bytes of tensors in an output shard, written like "5GB"; the job may be
         smaller where memory is short. A module that is larger by itself gets a shard of its own.
     Raises SourceError where there is no source, ValueError for a size, a device or a number of
     workers that cannot be. Everything else that is wrong is in the plan's `.problems`.
     """
     with _no_garbage_collection():
-        checkpoint = read_checkpoint(find_source(source))
+        checkpoint = read_checkpoint(find_source(source, revision))
     name = Path(os.fspath(source).rstrip("/")).name or "checkpoint"
     target = Path(save_directory) if save_directory is not None else Path(f"{name}-FP8-BLOCK")
     return make_plan(
@@ -274,6 +284,8 @@ def plan(
         devices=devices,
         workers=workers,
         engine=engine,
+        keep_source=keep_source,
+        prefetch=prefetch,
         overwrite=overwrite,
     )
 
@@ -288,6 +300,8 @@ def make_plan(
     devices: Sequence[str] | None = None,
     workers: int | None = None,
     engine: Engine = "llm_compressor",
+    keep_source: bool = True,
+    prefetch: int | None = None,
     overwrite: bool = False,
 ) -> Plan:
     """The plan for a checkpoint on a given machine: nothing is looked up but the output path."""
@@ -323,6 +337,10 @@ def make_plan(
     job_bytes = chosen.job_bytes if chosen else max_shard_bytes
     with _no_garbage_collection():
         jobs = tuple(_cut_jobs(units, job_bytes))
+    largest = max((len(job.source_shards) for job in jobs), default=1)
+    prefetch = largest + 2 if prefetch is None else prefetch
+    if prefetch < largest:
+        problems.append(_prefetch_problem(prefetch, largest))
     problems += [
         note(
             "tensor-exceeds-shard",
@@ -339,6 +357,8 @@ def make_plan(
         problems.append(_memory_problem(machine, jobs, devices))
     scratch = max((job.bytes_out for job in jobs), default=0) * (len(chosen.devices) if chosen else 1)
     needed = sum(job.bytes_out + job.header_size for job in jobs) + scratch + _side_bytes(checkpoint)
+    if not keep_source:
+        needed += sum(sorted(_downloads(checkpoint).values())[-prefetch:])
     free = shutil.disk_usage(_existing(save_directory)).free + staging.staged_bytes()
     problems += _place_problems(checkpoint, save_directory, needed, free, overwrite)
     return Plan(
@@ -351,6 +371,8 @@ def make_plan(
         workers=chosen,
         source_format=source_format,
         max_shard_bytes=max_shard_bytes,
+        keep_source=keep_source,
+        prefetch=prefetch,
         disk_needed=needed,
         disk_free=free,
         problems=_accepted(shortened(problems), recipe),
@@ -418,6 +440,27 @@ def _memory_problem(machine: Machine, jobs: Sequence[Job], devices: Sequence[str
         f"of host memory{f' and {there}' if there else ''}",
         fix="lower max_shard_size, free memory, or ask for another device",
     )
+
+
+def _prefetch_problem(prefetch: int, largest: int) -> Problem:
+    return Problem(
+        code="prefetch-too-small",
+        subject="prefetch",
+        message=f"only {prefetch} source shards may be on disk at once, but a job reads {largest}",
+        fix=f"say prefetch={largest} or more, or lower max_shard_size (for a new run)",
+        expected=largest,
+        found=prefetch,
+    )
+
+
+def _downloads(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes of each shard that has yet to be downloaded."""
+    if isinstance(checkpoint.files, Folder):
+        return {}
+    from kimi_k3_fp8.hub import HubFiles
+
+    files = checkpoint.files
+    return files.absent(checkpoint.shards) if isinstance(files, HubFiles) else {}
 
 
 def _existing(path: Path) -> Path:

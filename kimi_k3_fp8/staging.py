@@ -7,6 +7,7 @@
     ├── shards/                  finished shards; becomes the output by one rename
     │   └── model-00001-of-00564.safetensors
     ├── scratch/                 what running jobs are working on; worthless once they are gone
+    ├── source/                  shards of a Hub repository while jobs need them (see hub.Shelf)
     └── logs/worker-0.log        what LLM Compressor says while it works
 
 Every file is written under another name, flushed, and renamed, so that a file that is there is whole.
@@ -107,6 +108,10 @@ class Staging:
     @property
     def scratch(self) -> Path:
         return self.path / "scratch"
+
+    @property
+    def source(self) -> Path:
+        return self.path / "source"
 
     @property
     def logs(self) -> Path:

@@ -99,13 +99,14 @@ def validate(
     checkpoint: str | os.PathLike[str],
     recipe: Recipe | None = None,
     *,
-    source: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+    source: str | os.PathLike[str] | Checkpoint | None = None,
     level: Level = "tensors",
     verify: Verify = "full",
 ) -> Report:
     """Compare a finished checkpoint with what a recipe promises.
 
-    checkpoint: its folder.
+    checkpoint: its folder, or its id on the Hugging Face Hub, of which `revision` names a commit.
 
     recipe: by default the one the checkpoint's own kimi_k3_fp8.json names, else the published one.
     source: the checkpoint it was made from; without it, the modules a Kimi-K3 of these dimensions
@@ -120,13 +121,17 @@ def validate(
         raise ValueError(f"level is one of {', '.join(get_args(Level))}, not {level!r}")
     if level == "values" and source is None:
         raise ValueError("level='values' compares with the source: say source=...")
-    found = read_checkpoint(find_source(checkpoint))
+    found = read_checkpoint(find_source(checkpoint, revision))
     recipe = recipe or recorded_recipe(found) or Recipe()
     problems = [problem for problem in found.problems if problem.severity == "error"]
     problems += check_config(found, recipe)
     fidelity: tuple[Fidelity, ...] = ()
     if level != "config":
-        base = read_checkpoint(find_source(source)) if source is not None else None
+        base = (
+            source
+            if source is None or isinstance(source, Checkpoint)
+            else read_checkpoint(find_source(source))
+        )
         problems += check_tensors(found, recipe, base)
         problems += _check_files(found, base)
         if level == "values" and base is not None:

@@ -6,7 +6,8 @@
     GET       http://localhost/cdn/{sha256}                       a large file, on another host, in ranges
 
 Every request is kept in `requests`, every byte of a body is counted there. `faults` make it fail, and
-`on_request` is called before each answer: tests look at the world at these moments, without sleeping.
+`on_request` is called before each answer, while the client waits: tests look at the world at these
+moments, without sleeping, and change what will be answered.
 """
 
 from __future__ import annotations
@@ -121,11 +122,10 @@ class HubServer:
         return None if files is None else (commit, files)
 
     def begin(self, request: Request) -> Fault | None:
+        self.on_request(request)
         with self._lock:
             self.requests.append(request)
-            fault = next((fault for fault in self.faults if fault.takes(request)), None)
-        self.on_request(request)
-        return fault
+            return next((fault for fault in self.faults if fault.takes(request)), None)
 
 
 def _blob(path: Path) -> Blob:
@@ -170,7 +170,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self._fail(404, "")
 
         def _api(self, repo: str, rest: list[str], query: dict[str, list[str]]) -> None:
-            kind, revision = (rest + ["revision", "main"])[:2] if not rest else rest[:2]
+            kind, revision = rest[:2] or ("revision", "main")
             found = self._find(repo, revision)
             if found is None:
                 return

@@ -75,6 +75,16 @@ def test_a_begun_runs_job_size_stays() -> None:
     assert len(chosen.devices) == 2
 
 
+def test_a_small_checkpoint_is_shared_out() -> None:
+    machine = Machine((), 4, 100 * GB)
+    chosen = choose_workers(machine, **ASK, total_bytes=2 * GB)
+    assert chosen is not None
+    assert (len(chosen.devices), chosen.job_bytes) == (4, GB // 4)
+    alone = choose_workers(machine, **ASK, total_bytes=7_000_000)
+    assert alone is not None
+    assert (len(alone.devices), alone.threads) == (1, 4)
+
+
 @given(
     cores=st.integers(1, 256),
     host=st.integers(0, 2000 * GB),
