@@ -11,12 +11,16 @@ On a Slurm cluster, one worker for each GPU (pip install dask-jobqueue), with th
     from dask_jobqueue import SLURMCluster
 
     cluster = SLURMCluster(
-        cores=16, processes=1, memory="128GB", job_extra_directives=["--gres=gpu:1"], walltime="4:00:00"
+        cores=8,
+        processes=1,
+        memory="64GB",
+        walltime="12:00:00",
+        job_extra_directives=["--gpus=1"],
+        worker_extra_args=["--nthreads", "1"],
     )
     cluster.scale(jobs=16)
 
-One worker runs one job at a time (threads_per_worker=1, or processes=1 with one thread each), on the
-first GPU that it sees.
+A worker runs one job at a time, hence the one thread; torch may use more of them.
 """
 
 from __future__ import annotations

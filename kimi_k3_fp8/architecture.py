@@ -9,25 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple
-
-__all__ = [
-    "ALWAYS_UNQUANTIZED",
-    "FUSED_GROUPS",
-    "MODULE_CLASSES",
-    "MXFP4_GROUP",
-    "Dimensions",
-    "FusedGroup",
-    "TensorSpec",
-    "UnquantizedModules",
-    "infer_dimensions",
-    "module_class",
-    "tensors",
-]
-
-_ITEM_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
 
 MXFP4_GROUP = 32
 """Weights that share one E8M0 scale byte, along the input dimension."""
@@ -74,11 +58,10 @@ class Dimensions:
     vision_merge: int = 4  # patches that the projector joins into one
 
     def __post_init__(self) -> None:
+        last = self.layers - 1
         for field in ("mla_layers", "dense_layers"):
-            if outside := [n for n in getattr(self, field) if not 0 <= n < self.layers]:
-                raise ValueError(
-                    f"{field} names layers {outside}, but the model has layers 0 to {self.layers - 1}"
-                )
+            if outside := [n for n in getattr(self, field) if not 0 <= n <= last]:
+                raise ValueError(f"{field} names layers {outside}, but the model has layers 0 to {last}")
         for field in ("latent", "expert_intermediate"):
             if (width := getattr(self, field)) % MXFP4_GROUP:
                 raise ValueError(f"{field} must be a multiple of {MXFP4_GROUP}, not {width}")
@@ -130,7 +113,7 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Size of the tensor's data in bytes."""
-        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return {"BF16": 2, "F32": 4, "U8": 1}[self.dtype] * math.prod(self.shape)
 
 
 def tensors(dimensions: Dimensions, *, quantized_experts: bool = True) -> Iterator[TensorSpec]:
@@ -141,187 +124,88 @@ def tensors(dimensions: Dimensions, *, quantized_experts: bool = True) -> Iterat
     `quantized_experts=False` they are plain BF16 `weight`s `[out, in]`.
     """
     d = dimensions
-    for layer in range(d.layers):
-        prefix = f"language_model.model.layers.{layer}."
-        attention = _mla if layer in d.mla_layers else _kda
-        for name, dtype, shape in (*_residual_stream(d), *attention(d)):
-            yield TensorSpec(prefix + name, dtype, shape, layer)
-        if layer in d.dense_layers:
-            for name, shape in _gated_mlp(d.hidden, d.dense_intermediate):
-                yield TensorSpec(f"{prefix}mlp.{name}", "BF16", shape, layer)
-        else:
-            for name, dtype, shape in _mixture_of_experts(d, quantized_experts):
-                yield TensorSpec(f"{prefix}block_sparse_moe.{name}", dtype, shape, layer)
-
-    groups = [_embeddings_and_head(d)]
+    groups = [_layer(d, layer, quantized_experts) for layer in range(d.layers)]
+    groups.append(_embeddings_and_head(d))
     if d.vision_blocks:
         groups += [_projector(d), _vision_tower(d)]
-    for shard, group in enumerate(groups, start=d.layers):
+    for shard, group in enumerate(groups):
         for name, shape in group:
-            yield TensorSpec(name, "BF16", shape, shard)
+            dtype = "F32" if name.endswith(_IN_F32) else "U8" if name.endswith(_MXFP4) else "BF16"
+            yield TensorSpec(name, dtype, shape, shard)
 
 
-#: Where each size can be read: field, the tensor's name (a regular expression), axis, divisor. A name
-#: without its layer or block number: one odd tensor is outvoted by its sisters.
-_VOTES: tuple[tuple[str, str, int, int], ...] = (
-    ("hidden", r"(input_layernorm|mlp_res_norm|model\.norm)\.weight$", 0, 1),
-    ("vocabulary", r"(embed_tokens|lm_head)\.weight$", 0, 1),
-    ("heads", r"self_attn\.b_proj\.weight$", 0, 1),
-    ("head_dim", r"self_attn\.(o_norm\.weight|f_a_proj\.weight)$", 0, 1),
-    ("decay", r"self_attn\.A_log$", 0, 1),
-    ("conv_kernel", r"conv1d\.weight$", 2, 1),
-    ("q_lora_rank", r"self_attn\.(q_a_proj|q_a_layernorm)\.weight$", 0, 1),
-    ("kv_lora_rank", r"self_attn\.kv_a_layernorm\.weight$", 0, 1),
-    ("latent", r"(routed_expert_norm|routed_expert_down_proj|w2)\.weight$", 0, 1),
-    ("expert_intermediate", r"experts\.\d+\.w[13]\.weight$", 0, 1),
-    ("shared_intermediate", r"shared_experts\.(gate|up)_proj\.weight$", 0, 1),
-    ("dense_intermediate", r"\.mlp\.(gate|up)_proj\.weight$", 0, 1),
-    ("dense_intermediate", r"\.mlp\.down_proj\.weight$", 1, 1),
-    ("vision_hidden", r"vision_tower.*(norm0|norm1|final_layernorm)\.weight$", 0, 1),
-    ("vision_attention", r"vision_tower.*wo\.weight$", 1, 1),
-    ("vision_attention", r"vision_tower.*wqkv\.weight$", 0, 3),
-    ("vision_intermediate", r"vision_tower.*fc0\.weight$", 0, 1),
-    ("vision_intermediate", r"vision_tower.*fc1\.weight$", 1, 1),
-    ("patch", r"patch_embed\.proj\.weight$", 3, 1),
-    ("vision_grid", r"patch_embed\.pos_emb\.weight$", 0, 1),
-)
+_IN_F32 = ("conv1d.weight", "A_log", "dt_bias", ".o_norm.weight", "e_score_correction_bias")
+_MXFP4 = (".weight_packed", ".weight_scale")
+_Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def infer_dimensions(shapes: Mapping[str, tuple[int, ...]], layers: int | None = None) -> Dimensions:
-    """The dimensions of a Kimi-K3 whose unpacked tensors have these shapes.
-
-    Each size is what most tensors that show it say, so that a few missing or misshapen ones do not
-    change the answer. A size that no tensor shows is the real model's. `layers`: their number where
-    the config gives it, so that a missing last layer is noticed.
-    """
-    votes: dict[str, Counter[int]] = defaultdict(Counter)
-    searches = [(field, re.compile(pattern).search, axis, by) for field, pattern, axis, by in _VOTES]
-    numbers: dict[str, Counter[int]] = defaultdict(Counter)
-    experts: set[int] = set()
-    blocks: set[int] = set()
-    for name, shape in shapes.items():
-        if expert := _EXPERT_NUMBER(name):
-            experts.add(int(expert[1]))
-        if block := _BLOCK_NUMBER(name):
-            blocks.add(int(block[1]))
-        if layer := _LAYER_NUMBER(name):
-            numbers["all"][int(layer[1])] += 1
-            numbers["mla"][int(layer[1])] += bool(_MLA_ONLY(name))
-            numbers["kda"][int(layer[1])] += bool(_KDA_ONLY(name))
-            numbers["dense"][int(layer[1])] += ".mlp." in name
-            numbers["moe"][int(layer[1])] += ".block_sparse_moe." in name
-        for field, search, axis, by in searches if expert is None or expert[1] in ("0", "1") else ():
-            if axis < len(shape) and search(name):
-                votes[field][shape[axis] // by] += 1
-    count = layers or max(numbers["all"], default=-1) + 1
-    every = range(count)
-    sizes = {field: found.most_common(1)[0][0] for field, found in votes.items()}
-    default = Dimensions()
-    projector = shapes.get("mm_projector.proj.0.weight", (0,))[0]
-    width = sizes.get("vision_hidden", default.vision_hidden)
-    compressed = shapes.get(_first(shapes, "kv_a_proj_with_mqa.weight"), (0,))[0]
-    rank = sizes.get("kv_lora_rank", default.kv_lora_rank)
-    return Dimensions(
-        layers=count,
-        mla_layers=tuple(n for n in every if numbers["mla"][n] > numbers["kda"][n]),
-        dense_layers=tuple(n for n in every if numbers["dense"][n] > numbers["moe"][n]),
-        experts=max(experts, default=-1) + 1 or default.experts,
-        vision_blocks=max(blocks, default=-1) + 1,
-        vision_merge=projector // width if projector % width == 0 and projector else default.vision_merge,
-        rope_dim=compressed - rank if compressed > rank else default.rope_dim,
-        **sizes,
-    )
+def _layer(d: Dimensions, layer: int, quantized_experts: bool) -> _Shapes:
+    prefix = f"language_model.model.layers.{layer}."
+    for norm in "input_layernorm", "post_attention_layernorm", "self_attention_res_norm", "mlp_res_norm":
+        yield f"{prefix}{norm}.weight", (d.hidden,)
+    yield f"{prefix}self_attention_res_proj.weight", (1, d.hidden)
+    yield f"{prefix}mlp_res_proj.weight", (1, d.hidden)
+    yield from (_mla if layer in d.mla_layers else _kda)(d, f"{prefix}self_attn.")
+    if layer in d.dense_layers:
+        yield from _gated_mlp(f"{prefix}mlp.", d.hidden, d.dense_intermediate)
+    else:
+        yield from _mixture_of_experts(d, f"{prefix}block_sparse_moe.", quantized_experts)
 
 
-_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.").search
-_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.").search
-_BLOCK_NUMBER = re.compile(r"^vision_tower\..*\.blocks\.(\d+)\.").search
-_MLA_ONLY = re.compile(r"\.self_attn\.(q_a|q_b|kv_)").search
-_KDA_ONLY = re.compile(r"\.self_attn\.([qkv]_(proj|conv1d)|f_|b_proj|A_log|dt_bias|o_norm)").search
-
-
-def _first(names: Iterable[str], ending: str) -> str:
-    return next((name for name in names if name.endswith(ending)), "")
-
-
-_Matrix = tuple[str, tuple[int, ...]]
-_Typed = tuple[str, str, tuple[int, ...]]
-
-
-def _residual_stream(d: Dimensions) -> Iterator[_Typed]:
-    for norm in (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "self_attention_res_norm",
-        "mlp_res_norm",
-    ):
-        yield f"{norm}.weight", "BF16", (d.hidden,)
-    yield "self_attention_res_proj.weight", "BF16", (1, d.hidden)
-    yield "mlp_res_proj.weight", "BF16", (1, d.hidden)
-
-
-def _kda(d: Dimensions) -> Iterator[_Typed]:
+def _kda(d: Dimensions, prefix: str) -> _Shapes:
     width = d.heads * d.head_dim
     for letter in "qkv":
-        yield f"self_attn.{letter}_proj.weight", "BF16", (width, d.hidden)
-        yield f"self_attn.{letter}_conv1d.weight", "F32", (width, 1, d.conv_kernel)
-    yield "self_attn.f_a_proj.weight", "BF16", (d.head_dim, d.hidden)
-    yield "self_attn.f_b_proj.weight", "BF16", (width, d.head_dim)
-    yield "self_attn.b_proj.weight", "BF16", (d.heads, d.hidden)
-    yield "self_attn.A_log", "F32", (d.decay,)
-    yield "self_attn.dt_bias", "F32", (width,)
-    yield "self_attn.o_norm.weight", "F32", (d.head_dim,)
-    yield from _gate_and_output(d)
+        yield f"{prefix}{letter}_proj.weight", (width, d.hidden)
+        yield f"{prefix}{letter}_conv1d.weight", (width, 1, d.conv_kernel)
+    yield f"{prefix}f_a_proj.weight", (d.head_dim, d.hidden)
+    yield f"{prefix}f_b_proj.weight", (width, d.head_dim)
+    yield f"{prefix}b_proj.weight", (d.heads, d.hidden)
+    yield f"{prefix}A_log", (d.decay,)
+    yield f"{prefix}dt_bias", (width,)
+    yield f"{prefix}o_norm.weight", (d.head_dim,)
+    yield from _gate_and_output(d, prefix)
 
 
-def _mla(d: Dimensions) -> Iterator[_Typed]:
-    yield "self_attn.q_a_proj.weight", "BF16", (d.q_lora_rank, d.hidden)
-    yield "self_attn.q_a_layernorm.weight", "BF16", (d.q_lora_rank,)
-    queries = d.heads * (d.head_dim + d.rope_dim)
-    yield "self_attn.q_b_proj.weight", "BF16", (queries, d.q_lora_rank)
-    compressed = d.kv_lora_rank + d.rope_dim
-    yield "self_attn.kv_a_proj_with_mqa.weight", "BF16", (compressed, d.hidden)
-    yield "self_attn.kv_a_layernorm.weight", "BF16", (d.kv_lora_rank,)
-    keys_and_values = d.heads * 2 * d.head_dim
-    yield "self_attn.kv_b_proj.weight", "BF16", (keys_and_values, d.kv_lora_rank)
-    yield from _gate_and_output(d)
+def _mla(d: Dimensions, prefix: str) -> _Shapes:
+    yield f"{prefix}q_a_proj.weight", (d.q_lora_rank, d.hidden)
+    yield f"{prefix}q_a_layernorm.weight", (d.q_lora_rank,)
+    yield f"{prefix}q_b_proj.weight", (d.heads * (d.head_dim + d.rope_dim), d.q_lora_rank)
+    yield f"{prefix}kv_a_proj_with_mqa.weight", (d.kv_lora_rank + d.rope_dim, d.hidden)
+    yield f"{prefix}kv_a_layernorm.weight", (d.kv_lora_rank,)
+    yield f"{prefix}kv_b_proj.weight", (d.heads * 2 * d.head_dim, d.kv_lora_rank)
+    yield from _gate_and_output(d, prefix)
 
 
-def _gate_and_output(d: Dimensions) -> Iterator[_Typed]:
-    yield "self_attn.g_proj.weight", "BF16", (d.heads * d.head_dim, d.hidden)
-    yield "self_attn.o_proj.weight", "BF16", (d.hidden, d.heads * d.head_dim)
+def _gate_and_output(d: Dimensions, prefix: str) -> _Shapes:
+    yield f"{prefix}g_proj.weight", (d.heads * d.head_dim, d.hidden)
+    yield f"{prefix}o_proj.weight", (d.hidden, d.heads * d.head_dim)
 
 
-def _gated_mlp(width: int, intermediate: int) -> Iterator[_Matrix]:
-    yield "gate_proj.weight", (intermediate, width)
-    yield "up_proj.weight", (intermediate, width)
-    yield "down_proj.weight", (width, intermediate)
+def _gated_mlp(prefix: str, width: int, intermediate: int) -> _Shapes:
+    yield f"{prefix}gate_proj.weight", (intermediate, width)
+    yield f"{prefix}up_proj.weight", (intermediate, width)
+    yield f"{prefix}down_proj.weight", (width, intermediate)
 
 
-def _mixture_of_experts(d: Dimensions, quantized: bool) -> Iterator[_Typed]:
-    yield "gate.weight", "BF16", (d.experts, d.hidden)
-    yield "gate.e_score_correction_bias", "F32", (d.experts,)
-    yield "routed_expert_down_proj.weight", "BF16", (d.latent, d.hidden)
-    yield "routed_expert_up_proj.weight", "BF16", (d.hidden, d.latent)
-    yield "routed_expert_norm.weight", "BF16", (d.latent,)
-    for name, shape in _gated_mlp(d.hidden, d.shared_intermediate):
-        yield f"shared_experts.{name}", "BF16", shape
-    matrices = (
-        ("w1", d.expert_intermediate, d.latent),
-        ("w2", d.latent, d.expert_intermediate),
-        ("w3", d.expert_intermediate, d.latent),
-    )
+def _mixture_of_experts(d: Dimensions, prefix: str, quantized: bool) -> _Shapes:
+    yield f"{prefix}gate.weight", (d.experts, d.hidden)
+    yield f"{prefix}gate.e_score_correction_bias", (d.experts,)
+    yield f"{prefix}routed_expert_down_proj.weight", (d.latent, d.hidden)
+    yield f"{prefix}routed_expert_up_proj.weight", (d.hidden, d.latent)
+    yield f"{prefix}routed_expert_norm.weight", (d.latent,)
+    yield from _gated_mlp(f"{prefix}shared_experts.", d.hidden, d.shared_intermediate)
+    wide, narrow = (d.expert_intermediate, d.latent), (d.latent, d.expert_intermediate)
     for expert in range(d.experts):
-        for name, rows, columns in matrices:
+        for name, (rows, columns) in (("w1", wide), ("w2", narrow), ("w3", wide)):
+            module = f"{prefix}experts.{expert}.{name}"
             if quantized:
-                module = f"experts.{expert}.{name}"
-                yield f"{module}.weight_packed", "U8", (rows, columns // 2)
-                yield f"{module}.weight_scale", "U8", (rows, columns // MXFP4_GROUP)
+                yield f"{module}.weight_packed", (rows, columns // 2)
+                yield f"{module}.weight_scale", (rows, columns // MXFP4_GROUP)
             else:
-                yield f"experts.{expert}.{name}.weight", "BF16", (rows, columns)
+                yield f"{module}.weight", (rows, columns)
 
 
-def _embeddings_and_head(d: Dimensions) -> Iterator[_Matrix]:
+def _embeddings_and_head(d: Dimensions) -> _Shapes:
     yield "language_model.model.embed_tokens.weight", (d.vocabulary, d.hidden)
     yield "language_model.lm_head.weight", (d.vocabulary, d.hidden)
     yield "language_model.model.norm.weight", (d.hidden,)
@@ -329,14 +213,14 @@ def _embeddings_and_head(d: Dimensions) -> Iterator[_Matrix]:
     yield "language_model.model.output_attn_res_proj.weight", (1, d.hidden)
 
 
-def _projector(d: Dimensions) -> Iterator[_Matrix]:
+def _projector(d: Dimensions) -> _Shapes:
     width = d.vision_merge * d.vision_hidden
     yield "mm_projector.proj.0.weight", (width, width)
     yield "mm_projector.proj.2.weight", (d.hidden, width)
     yield "mm_projector.post_norm.weight", (d.hidden,)
 
 
-def _vision_tower(d: Dimensions) -> Iterator[_Matrix]:
+def _vision_tower(d: Dimensions) -> _Shapes:
     width = d.vision_hidden
     yield "vision_tower.patch_embed.proj.weight", (width, 3, d.patch, d.patch)
     yield "vision_tower.patch_embed.pos_emb.weight", (d.vision_grid, d.vision_grid, width)
@@ -349,6 +233,49 @@ def _vision_tower(d: Dimensions) -> Iterator[_Matrix]:
         yield f"{prefix}mlp.fc0.weight", (d.vision_intermediate, width)
         yield f"{prefix}mlp.fc1.weight", (width, d.vision_intermediate)
     yield "vision_tower.encoder.final_layernorm.weight", (width,)
+
+
+# --- the other way round
+
+_NUMBER = re.compile(r"\b(layers|experts|blocks)\.(\d+)\.")
+#: Sizes that no single axis of a tensor shows.
+_NOT_SHOWN = ("layers", "mla_layers", "dense_layers", "experts", "rope_dim", "vision_blocks", "vision_merge")
+#: What tells the kinds of layers apart.
+_LAYER_KINDS = {
+    "mla": re.compile(r"\.self_attn\.(q_a|q_b|kv_)").search,
+    "kda": re.compile(r"\.self_attn\.([qkv]_(proj|conv1d)|f_|b_proj|A_log|dt_bias|o_norm)").search,
+    "dense": re.compile(r"\.mlp\.").search,
+    "moe": re.compile(r"\.block_sparse_moe\.").search,
+}
+
+
+def infer_dimensions(shapes: Mapping[str, tuple[int, ...]], layers: int | None = None) -> Dimensions:
+    """The dimensions of a Kimi-K3 whose unpacked tensors have these shapes.
+
+    Each size is what most tensors that show it say, so that a few missing or misshapen ones do not
+    change the answer. A size that no tensor shows is the real model's. `layers`: their number where
+    the config gives it, so that a missing last layer is noticed.
+    """
+    default, shown = Dimensions(), _axes_that_show_a_size()
+    counts = dict.fromkeys(("layers", "experts", "blocks"), 0)
+    votes: dict[str, Counter[int]] = defaultdict(Counter)
+    kinds: dict[str, Counter[int]] = defaultdict(Counter)
+    for name, shape in shapes.items():
+        numbers = {what: int(number) for what, number in _NUMBER.findall(name)}
+        counts |= {what: max(counts[what], number + 1) for what, number in numbers.items()}
+        if numbers.get("experts", 0) > 1:
+            continue  # two of each layer are enough
+        for axis, size in enumerate(shape):
+            if field := shown.get((_NUMBER.sub(r"\1.", name), axis)):
+                votes[field][size] += 1
+        if "layers" in numbers:
+            for kind, search in _LAYER_KINDS.items():
+                kinds[kind][numbers["layers"]] += bool(search(name))
+        elif name == "mm_projector.proj.0.weight":
+            projector = shape[0]
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            votes["compressed"][shape[0]] += 1
+    raise NotImplementedError
 
 
 MODULE_CLASSES: tuple[tuple[str, str], ...] = (

@@ -225,7 +225,7 @@ class Plan:
         return [
             f"{self.checkpoint.source} -> {self.save_directory}",
             f"{len(self.quantized_modules):,} modules to FP8, {len(self.output_tensors):,} tensors, "
-            f"{gigabytes(self.output_bytes)} in {len(self.jobs)} shards",
+            f"{gigabytes(self.output_bytes)} in {len(self.jobs)} shard{'s' * (len(self.jobs) != 1)}",
             f"workers: {self.workers.reason if self.workers else 'none fits'}",
             f"memory: at most {gigabytes(self.peak_memory_bytes)} a job; "
             f"disk: {gigabytes(self.disk_needed)} needed, {gigabytes(self.disk_free)} free",

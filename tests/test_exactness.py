@@ -12,6 +12,7 @@ from conftest import Inline, edit_shard, read_tensors, shard_of
 from kimi_k3_fp8 import Recipe, quantize, validate
 from kimi_k3_fp8.checkpoint import Folder, read_checkpoint
 from kimi_k3_fp8.fidelity import Fidelity, measure, quantized_modules
+from kimi_k3_fp8.synthetic import write_checkpoint
 
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.2.w1"
 
@@ -43,11 +44,23 @@ def test_power_of_two_scales_lose_nothing_of_mxfp4(exact: tuple[Path, dict[str, 
 
 
 def test_amax_scales_change_most_of_mxfp4(amax: tuple[Path, dict[str, Fidelity]]) -> None:
-    """The published recipe's cost, as it was measured on gaussian weights: 87.5 %, 2.10 % RMS."""
+    """Every weight but the zeros moves, by a few per cent."""
     routed = amax[1]["routed experts"]
-    assert routed.differing / routed.elements == pytest.approx(0.875, abs=0.05)
-    assert routed.relative_rms_error == pytest.approx(0.021, abs=0.01)
+    assert routed.differing / routed.elements > 0.85
+    assert 0.015 < routed.relative_rms_error < 0.035
     assert "exact" not in routed.verdict
+
+
+def test_the_published_recipes_cost_on_evenly_drawn_bytes(tmp_path: Path) -> None:
+    """Measured before on evenly drawn MXFP4 bytes of exponent spread 6: 87.5 % of routed-expert weights
+    change (all but the zeros, 2 of 16 codes), with 2.10 % relative RMS error. With powers of two, none."""
+    source = write_checkpoint(tmp_path / "Kimi-K3", values="random")
+    found = convert(source, tmp_path / "amax")["routed experts"]
+    assert found.exponent_spread == 6
+    assert found.differing / found.elements == pytest.approx(14 / 16, abs=0.01)
+    assert found.relative_rms_error == pytest.approx(0.021, abs=0.01)
+    recipe = Recipe(block_scales="power_of_two")
+    assert convert(source, tmp_path / "exact", recipe=recipe)["routed experts"].verdict == "exact"
 
 
 def test_bf16_classes_are_no_worse_with_powers_of_two(
