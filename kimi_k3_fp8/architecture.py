@@ -238,15 +238,8 @@ def _vision_tower(d: Dimensions) -> _Shapes:
 # --- the other way round
 
 _NUMBER = re.compile(r"\b(layers|experts|blocks)\.(\d+)\.")
-#: Sizes that no single axis of a tensor shows.
-_NOT_SHOWN = ("layers", "mla_layers", "dense_layers", "experts", "rope_dim", "vision_blocks", "vision_merge")
-#: What tells the kinds of layers apart.
-_LAYER_KINDS = {
-    "mla": re.compile(r"\.self_attn\.(q_a|q_b|kv_)").search,
-    "kda": re.compile(r"\.self_attn\.([qkv]_(proj|conv1d)|f_|b_proj|A_log|dt_bias|o_norm)").search,
-    "dense": re.compile(r"\.mlp\.").search,
-    "moe": re.compile(r"\.block_sparse_moe\.").search,
-}
+_MLA_ONLY = re.compile(r"\.self_attn\.(q_a|q_b|kv_)").search
+_KDA_ONLY = re.compile(r"\.self_attn\.([qkv]_(proj|conv1d)|f_|b_proj|A_log|dt_bias|o_norm)").search
 
 
 def infer_dimensions(shapes: Mapping[str, tuple[int, ...]], layers: int | None = None) -> Dimensions:
@@ -256,26 +249,56 @@ def infer_dimensions(shapes: Mapping[str, tuple[int, ...]], layers: int | None =
     change the answer. A size that no tensor shows is the real model's. `layers`: their number where
     the config gives it, so that a missing last layer is noticed.
     """
-    default, shown = Dimensions(), _axes_that_show_a_size()
-    counts = dict.fromkeys(("layers", "experts", "blocks"), 0)
+    default, shown_by = Dimensions(), _axes_that_show_a_size()
+    counts = {"layers": 0, "experts": 0, "blocks": 0}
     votes: dict[str, Counter[int]] = defaultdict(Counter)
-    kinds: dict[str, Counter[int]] = defaultdict(Counter)
+    mla, dense = Counter[int](), Counter[int]()  # votes of each layer's tensors, for and against
     for name, shape in shapes.items():
         numbers = {what: int(number) for what, number in _NUMBER.findall(name)}
-        counts |= {what: max(counts[what], number + 1) for what, number in numbers.items()}
+        for what, number in numbers.items():
+            counts[what] = max(counts[what], number + 1)
         if numbers.get("experts", 0) > 1:
-            continue  # two of each layer are enough
+            continue  # two of a layer are enough
+        if (layer := numbers.get("layers")) is not None:
+            mla[layer] += bool(_MLA_ONLY(name)) - bool(_KDA_ONLY(name))
+            dense[layer] += (".mlp." in name) - (".block_sparse_moe." in name)
         for axis, size in enumerate(shape):
-            if field := shown.get((_NUMBER.sub(r"\1.", name), axis)):
+            if field := shown_by.get((_NUMBER.sub("", name), axis)):
                 votes[field][size] += 1
-        if "layers" in numbers:
-            for kind, search in _LAYER_KINDS.items():
-                kinds[kind][numbers["layers"]] += bool(search(name))
-        elif name == "mm_projector.proj.0.weight":
-            projector = shape[0]
-        if name.endswith("kv_a_proj_with_mqa.weight"):
-            votes["compressed"][shape[0]] += 1
-    raise NotImplementedError
+    sizes = {field: found.most_common(1)[0][0] for field, found in votes.items()}
+    rope = sizes.pop("compressed", 0) - sizes.get("kv_lora_rank", default.kv_lora_rank)
+    merge, rest = divmod(sizes.pop("projector", 0), sizes.get("vision_hidden", default.vision_hidden))
+    every = range(layers or counts["layers"])
+    return Dimensions(
+        layers=len(every),
+        mla_layers=tuple(n for n in every if mla[n] > 0),
+        dense_layers=tuple(n for n in every if dense[n] > 0),
+        experts=counts["experts"] or default.experts,
+        vision_blocks=counts["blocks"],
+        vision_merge=default.vision_merge if rest or not merge else merge,
+        rope_dim=rope if rope > 0 else default.rope_dim,
+        **sizes,
+    )
+
+
+def _axes_that_show_a_size() -> dict[tuple[str, int], str]:
+    """(tensor's name without numbers, axis) -> the size that can be read there.
+
+    Read off a model in which no two sizes, and no sums or products of them, are alike.
+    """
+    names = [field.name for field in fields(Dimensions) if type(field.default) is int]
+    sizes = {name: MXFP4_GROUP * (1000 + number) for number, name in enumerate(names)}
+    sizes |= {"layers": 2, "experts": 1, "rope_dim": 1, "vision_blocks": 1, "vision_merge": 2}
+    probe = Dimensions(mla_layers=(1,), dense_layers=(0,), **sizes)
+    shown = {size: name for name, size in sizes.items() if size > 2}
+    shown[probe.kv_lora_rank + probe.rope_dim] = "compressed"
+    shown[probe.vision_merge * probe.vision_hidden] = "projector"
+    return {
+        (_NUMBER.sub("", spec.name), axis): shown[size]
+        for spec in tensors(probe, quantized_experts=False)
+        for axis, size in enumerate(spec.shape)
+        if size in shown
+    }
 
 
 MODULE_CLASSES: tuple[tuple[str, str], ...] = (
@@ -301,10 +324,7 @@ _CLASS_SEARCHES = tuple((name, re.compile(pattern).search) for name, pattern in 
 
 def module_class(module_name: str) -> str:
     """The readable class of a module, e.g. `"routed experts"`; `"other"` where none fits."""
-    for name, search in _CLASS_SEARCHES:
-        if search(module_name):
-            return name
-    return "other"
+    return next((name for name, search in _CLASS_SEARCHES if search(module_name)), "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,26 +342,20 @@ class FusedGroup:
     source: str
 
 
+_ONE_MATRIX = "vLLM 0.33.0 loads the input projections of {} layer as one matrix"
+
 FUSED_GROUPS: tuple[FusedGroup, ...] = (
     FusedGroup(
-        members=("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"),
-        where=r"\.self_attn$",
-        source="vLLM 0.33.0 loads the input projections of a KDA layer as one matrix",
+        ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"), r"\.self_attn$", _ONE_MATRIX.format("a KDA")
+    ),
+    FusedGroup(("q_a_proj", "kv_a_proj_with_mqa", "g_proj"), r"\.self_attn$", _ONE_MATRIX.format("an MLA")),
+    FusedGroup(
+        ("gate_proj", "up_proj"),
+        r"\.(mlp|shared_experts)$",
+        "vLLM 0.33.0 loads gate and up of a gated MLP as gate_up_proj",
     ),
     FusedGroup(
-        members=("q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
-        where=r"\.self_attn$",
-        source="vLLM 0.33.0 loads the input projections of an MLA layer as one matrix",
-    ),
-    FusedGroup(
-        members=("gate_proj", "up_proj"),
-        where=r"\.(mlp|shared_experts)$",
-        source="vLLM 0.33.0 loads gate and up of a gated MLP as gate_up_proj",
-    ),
-    FusedGroup(
-        members=("w1", "w3"),
-        where=r"\.experts\.\d+$",
-        source="vLLM 0.33.0 loads gate (w1) and up (w3) of a routed expert as w13",
+        ("w1", "w3"), r"\.experts\.\d+$", "vLLM 0.33.0 loads gate (w1) and up (w3) of a routed expert as w13"
     ),
 )
 
@@ -354,53 +368,30 @@ class UnquantizedModules:
     pattern: str
     """Regular expression for `re.match` on a module's name, as in an ignore list."""
     reason: str
-    source: str
+    source: str = "vLLM 0.33.0 builds it without a quantization config, whatever the ignore list"
 
-
-_NEVER_QUANTIZED = "vLLM 0.33.0 builds it without a quantization config, whatever the ignore list"
-_PUBLISHED_RECIPE = "the ignore list of RedHatAI/Kimi-K3-FP8-BLOCK"
 
 ALWAYS_UNQUANTIZED: tuple[UnquantizedModules, ...] = (
     UnquantizedModules(
-        name="router gate",
-        pattern=r".*block_sparse_moe\.gate$",
-        reason="a rounded router sends tokens to other experts",
-        source=_NEVER_QUANTIZED,
+        "router gate", r".*block_sparse_moe\.gate$", "a rounded router sends tokens to other experts"
     ),
     UnquantizedModules(
-        name="short convolutions",
-        pattern=r".*self_attn\.[qkv]_conv1d$",
-        reason="its weight has three dimensions: there is no matrix to cut into blocks",
-        source=_NEVER_QUANTIZED,
+        "short convolutions",
+        r".*self_attn\.[qkv]_conv1d$",
+        "its weight has three dimensions: there is no matrix to cut into blocks",
     ),
+    UnquantizedModules("embeddings", r".*embed_tokens$", "a table that is looked up, not multiplied"),
     UnquantizedModules(
-        name="embeddings",
-        pattern=r".*embed_tokens$",
-        reason="a table that is looked up, not multiplied",
-        source=_NEVER_QUANTIZED,
+        "residual projections",
+        r".*_res_proj$",
+        "its weight has a single row, so there is no 128x128 block in it",
     ),
+    UnquantizedModules("vision tower", r"vision_tower\b", "the server runs it in BF16"),
+    UnquantizedModules("projector", r"mm_projector\b", "the server runs it in BF16"),
     UnquantizedModules(
-        name="residual projections",
-        pattern=r".*_res_proj$",
-        reason="its weight has a single row, so there is no 128x128 block in it",
-        source=_NEVER_QUANTIZED,
-    ),
-    UnquantizedModules(
-        name="vision tower",
-        pattern=r"vision_tower\b",
-        reason="the server runs it in BF16",
-        source=_NEVER_QUANTIZED,
-    ),
-    UnquantizedModules(
-        name="projector",
-        pattern=r"mm_projector\b",
-        reason="the server runs it in BF16",
-        source=_NEVER_QUANTIZED,
-    ),
-    UnquantizedModules(
-        name="head",
-        pattern=r".*lm_head$",
-        reason="its rounding errors go straight into the logits",
-        source=_PUBLISHED_RECIPE,
+        "head",
+        r".*lm_head$",
+        "its rounding errors go straight into the logits",
+        "the ignore list of RedHatAI/Kimi-K3-FP8-BLOCK",
     ),
 )

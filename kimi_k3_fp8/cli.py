@@ -358,7 +358,7 @@ def _present(found: Plan | Report, as_json: bool) -> bool:
         return found.ok
     if isinstance(found, Plan):
         _show(str(found).partition("\n\n")[0] + "\n")
-        _show_table(found._HEADINGS, found._rows())
+        _show_table(found.HEADINGS, found.rows())
         errors = len(errors_in(found.problems))
         verdict = f"{errors} problem{'s' * (errors > 1)}" if errors else "ok, nothing stands in the way"
         _show("\n".join(["", *map(_told, found.problems), verdict]))

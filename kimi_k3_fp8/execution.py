@@ -24,6 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
+from tqdm.std import tqdm as tqdm_base
 
 from kimi_k3_fp8.checkpoint import Files, Folder, TensorInfo, lay_out
 from kimi_k3_fp8.errors import EngineError, JobError, ResumeError, RunLockedError
@@ -182,7 +183,8 @@ def _run(
 
         def start(worker: tuple[Executor, str]) -> None:
             if (job := next(queue, None)) is not None:
-                future = submit(worker[0], task(job, worker[1]))
+                with _children_ignore_interrupts():
+                    future = submit(worker[0], task(job, worker[1]))
                 busy[future], owner[future] = job, worker
 
         for worker in workers:
@@ -282,9 +284,28 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def _children_ignore_interrupts() -> Iterator[None]:
+    """A worker that starts meanwhile inherits it: Ctrl-C is for the parent, which then ends the worker.
+
+    Only the main thread may say so; in another one a Ctrl-C can show a starting worker's traceback.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
 def _start_worker(log: Path, parent: int) -> None:
     """Keep what LLM Compressor prints out of the terminal, and never outlive the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tqdm_base.set_lock(
+        threading.RLock()
+    )  # not one between processes, which a killed worker would leave behind
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -13,24 +13,21 @@ A matrix is in one of three forms, told by its tensors:
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from kimi_k3_fp8.architecture import module_class
 from kimi_k3_fp8.checkpoint import DTYPE_BITS, Files, TensorInfo
 from kimi_k3_fp8.errors import Problem
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[Any]
-
+Floats = NDArray[Any]
 Verify = Literal["off", "sampled", "full"]
 
 #: One module in so many is compared by "sampled". A real matrix (3072 x 3584) takes 0.08 s of one core
@@ -42,7 +39,6 @@ SAMPLED_OF = 64
 LARGEST_ERROR = 1 / 16
 
 _BLOCK, _GROUP = 128, 32  # FP8_BLOCK's blocks, MXFP4's groups
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _KINDS = {"U8": "u1", "F8_E4M3": "u1", "BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _FLOATS = ("BF16", "F16", "F32")
 _STRIPE = 1 << 16  # elements compared at a time: 0.5 MB in float64, so that they stay in the cache
@@ -108,28 +104,24 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:#.3g}".rstrip(".") + " %"
 
 
+_SUMS = ("modules", "of_modules", "elements", "differing", "non_finite", "squared_error", "squared_value")
+
+
 def merged(records: Iterable[Fidelity]) -> tuple[Fidelity, ...]:
     """One record for each module class, in the order they first appear."""
-    totals: dict[str, Fidelity] = {}
+    classes = defaultdict(list)
     for record in records:
-        total = totals.get(record.module_class)
-        totals[record.module_class] = record if total is None else _together(total, record)
-    return tuple(totals.values())
-
-
-def _together(one: Fidelity, other: Fidelity) -> Fidelity:
-    spreads = [r.exponent_spread for r in (one, other) if r.exponent_spread is not None]
-    return Fidelity(
-        module_class=one.module_class,
-        modules=one.modules + other.modules,
-        of_modules=one.of_modules + other.of_modules,
-        elements=one.elements + other.elements,
-        differing=one.differing + other.differing,
-        non_finite=one.non_finite + other.non_finite,
-        squared_error=one.squared_error + other.squared_error,
-        squared_value=one.squared_value + other.squared_value,
-        largest_error=max(one.largest_error, other.largest_error),
-        exponent_spread=max(spreads, default=None),
+        classes[record.module_class].append(record)
+    return tuple(
+        Fidelity(
+            module_class=kind,
+            largest_error=max(r.largest_error for r in group),
+            exponent_spread=max(
+                (r.exponent_spread for r in group if r.exponent_spread is not None), default=None
+            ),
+            **{field: sum(getattr(r, field) for r in group) for field in _SUMS},
+        )
+        for kind, group in classes.items()
     )
 
 
@@ -173,12 +165,9 @@ def sampled(names: Sequence[str], verify: Verify) -> list[str]:
     if verify != "sampled":
         return list(names) if verify == "full" else []
     classes = defaultdict(list)
-    for name in names:
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         classes[module_class(name)].append(name)
-    chosen: set[str] = set()
-    for members in classes.values():
-        members.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        chosen.update(members[: math.ceil(len(members) / SAMPLED_OF)])
+    chosen = {name for some in classes.values() for name in some[: math.ceil(len(some) / SAMPLED_OF)]}
     return [name for name in names if name in chosen]
 
 
@@ -215,76 +204,60 @@ def measure(
     outputs, names = list(outputs), list(dict.fromkeys(names))
     sides = _by_module(inputs, names), _by_module(outputs, names)
     there = Counter(map(module_class, dict.fromkeys((*quantized_modules(outputs), *names))))
-
-    def records() -> Iterator[Fidelity]:
-        for kind, count in there.items():
-            yield Fidelity(module_class=kind, of_modules=count)
-        for name in names:
-            before, after = (side[name] for side in sides)
-            shape = _common_shape(before, after)
-            if shape is None:
-                continue
-            rows, columns = shape
-            step = max(_PIECE // columns // _BLOCK, 1) * _BLOCK
-            for start in range(0, rows, step):
-                part = start, min(start + step, rows), rows
-                found = compare(
-                    module_class(name),
-                    {key: _read_rows(source, tensor, *part) for key, tensor in before.items()},
-                    {key: _read_rows(output, tensor, *part) for key, tensor in after.items()},
-                    as_loaded=as_loaded,
-                )
-                yield found.model_copy(update={"modules": int(start == 0), "of_modules": 0})
-
-    return merged(records())
+    found = [Fidelity(module_class=kind, of_modules=count) for kind, count in there.items()]
+    for name in names:
+        before, after = (side[name] for side in sides)
+        if (shape := _common_shape(before, after)) is None:
+            continue
+        rows, columns = shape
+        step = max(_PIECE // columns // _BLOCK, 1) * _BLOCK
+        for start in range(0, rows, step):
+            part = start, min(start + step, rows), rows
+            piece = compare(
+                module_class(name),
+                {key: _read_rows(source, tensor, *part) for key, tensor in before.items()},
+                {key: _read_rows(output, tensor, *part) for key, tensor in after.items()},
+                as_loaded=as_loaded,
+            )
+            found.append(piece.model_copy(update={"modules": int(start == 0), "of_modules": 0}))
+    return merged(found)
 
 
 def compare(
-    module_class: str,
-    source: Mapping[str, Stored],
-    output: Mapping[str, Stored],
-    *,
-    as_loaded: bool = False,
+    module_class: str, source: Mapping[str, Stored], output: Mapping[str, Stored], *, as_loaded: bool = False
 ) -> Fidelity:
     """Compare one FP8 matrix with its source, each given by its tensors, by parameter name.
 
     Needs a few MB besides. Raises ValueError where the source is in none of the three forms, the
     output is not FP8, the shapes differ, or a tensor's bytes are not as many as its shape says.
     """
-    import numpy as np
-
     rows, columns = _checked(source, output)
     if as_loaded:
         output = requantized(output)
-    elements = differing = non_finite = 0
-    squared_error = squared_value = largest = 0.0
-    for start, stop in _stripes(rows, columns):
+    whole = Fidelity(module_class=module_class, modules=1, of_modules=1)
+    step = min(max(_STRIPE // columns, 1), _BLOCK)
+    step = 1 << (step.bit_length() - 1)  # so that none crosses from a row of blocks to the next
+    stripes = []
+    for start in range(0, rows, step):
         with np.errstate(invalid="ignore"):
-            value, error = (_values(side, start, stop).ravel() for side in (source, output))
+            value, error = (_values(side, start, start + step).ravel() for side in (source, output))
             error -= value
-        elements += error.size
-        squares = float(np.einsum("i,i->", error, error))
-        if not math.isfinite(squares):  # float64 does not overflow here: something was not finite
-            finite = np.isfinite(error)
+        elements, finite = error.size, np.isfinite(error)
+        if not finite.all():
             value, error = value[finite], error[finite]
-            non_finite += finite.size - error.size
-            squares = float(np.einsum("i,i->", error, error))
-        squared_error += squares
-        squared_value += float(np.einsum("i,i->", value, value))
-        differing += int(np.count_nonzero(error != 0))
-        largest = max(largest, float(np.abs(error, out=error).max(initial=0)))
-    return Fidelity(
-        module_class=module_class,
-        modules=1,
-        of_modules=1,
-        elements=elements,
-        differing=differing,
-        non_finite=non_finite,
-        squared_error=squared_error,
-        squared_value=squared_value,
-        largest_error=largest,
-        exponent_spread=_exponent_spread(source) if "weight_packed" in source else None,
-    )
+        stripes.append(
+            Fidelity(
+                module_class=module_class,
+                elements=elements,
+                differing=int(np.count_nonzero(error)),
+                non_finite=elements - error.size,
+                squared_error=float(np.einsum("i,i->", error, error)),
+                squared_value=float(np.einsum("i,i->", value, value)),
+                largest_error=float(np.abs(error).max(initial=0)),
+            )
+        )
+    spread = _exponent_spread(source) if "weight_packed" in source else None
+    return merged((whole, *stripes))[0].model_copy(update={"exponent_spread": spread})
 
 
 def requantized(fp8: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -294,13 +267,11 @@ def requantized(fp8: Mapping[str, Stored]) -> dict[str, Stored]:
     2^ceil(log2(max(amax, 1e-4) / 448)), so never below 2^-22. `weight_scale` comes out as F32.
     (`per_block_cast_to_fp8` in vllm/utils/deep_gemm.py.) Raises ValueError as `compare` does.
     """
-    import numpy as np
-
     rows, columns = _checked(fp8, fp8)
     weights, scales = [], []
     for start in range(0, rows, _BLOCK):
         with np.errstate(invalid="ignore", over="ignore"):
-            values = _values(fp8, start, min(start + _BLOCK, rows)).astype(np.float32)
+            values = _values(fp8, start, start + _BLOCK).astype(np.float32)
             amax = np.maximum.reduceat(np.abs(values).max(axis=0), np.arange(0, columns, _BLOCK))
             ratio = np.maximum(amax, np.float32(1e-4)) / np.float32(448)
             mantissa, exponent = np.frexp(ratio)
@@ -332,29 +303,23 @@ _Tensors = Mapping[str, Stored] | Mapping[str, TensorInfo]
 
 def _matrix_shape(tensors: _Tensors) -> tuple[int, int] | None:
     """[out, in] of a matrix that has elements and is in one of the three forms, else None."""
-    packed, weight, scale = map(tensors.get, _PARAMETERS)
-    main = packed or weight
-    if main is None or (packed and weight) or len(main.shape) != 2 or not all(main.shape):
-        return None
-    rows, columns = main.shape
-    if packed:
-        columns *= 2
-        pair = ("U8", "U8", (rows, columns // _GROUP))
-        fits = scale is not None and (packed.dtype, scale.dtype, scale.shape) == pair
-        fits = fits and columns % _GROUP == 0
-    elif main.dtype == "F8_E4M3":
-        blocks = (math.ceil(rows / _BLOCK), math.ceil(columns / _BLOCK))
-        fits = scale is not None and scale.dtype in _FLOATS and scale.shape == blocks
-    else:
-        fits = scale is None and main.dtype in _FLOATS
-    return (rows, columns) if fits else None
+    match [tensor and (tensor.dtype, tensor.shape) for tensor in map(tensors.get, _PARAMETERS)]:
+        case [("U8", (rows, pairs)), None, ("U8", groups)] if groups == (rows, 2 * pairs / _GROUP):
+            shape = rows, 2 * pairs
+        case [None, ("F8_E4M3", (rows, columns)), (dtype, blocks)] if dtype in _FLOATS and blocks == (
+            math.ceil(rows / _BLOCK),
+            math.ceil(columns / _BLOCK),
+        ):
+            shape = rows, columns
+        case [None, (dtype, (rows, columns)), None] if dtype in _FLOATS:
+            shape = rows, columns
+        case _:
+            return None
+    return shape if all(shape) else None
 
 
 def _common_shape(source: _Tensors, output: _Tensors) -> tuple[int, int] | None:
-    weight = output.get("weight")
-    if weight is None or weight.dtype != "F8_E4M3":
-        return None
-    shape = _matrix_shape(output)
+    shape = _matrix_shape(output) if output.keys() >= {"weight", "weight_scale"} else None
     return shape if shape == _matrix_shape(source) else None
 
 
@@ -382,96 +347,60 @@ def _read_rows(files: Files, tensor: TensorInfo, start: int, stop: int, rows: in
     return Stored(tensor.dtype, (last - first, *tensor.shape[1:]), data)
 
 
-def _stripes(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Rows from and to, each time within one row of blocks and of about `_STRIPE` elements."""
-    step = max(min(_STRIPE // columns, _BLOCK), 1)
-    for block in range(0, rows, _BLOCK):
-        end = min(block + _BLOCK, rows)
-        for start in range(block, end, step):
-            yield start, min(start + step, end)
-
-
 def _array(tensor: Stored, start: int, stop: int) -> Floats:
     """Rows of a tensor: numbers, or the codes of those that NumPy has no type for."""
-    import numpy as np
-
-    shape, kind = (stop - start, tensor.shape[1]), np.dtype(_KINDS[tensor.dtype])
-    offset = start * shape[1] * kind.itemsize
-    array = np.frombuffer(tensor.data, kind, math.prod(shape), offset).reshape(shape)
+    array: Floats = np.frombuffer(tensor.data, _KINDS[tensor.dtype]).reshape(tensor.shape)[start:stop]
     if tensor.dtype == "BF16":  # the upper half of a float32
-        return (array.astype(np.uint32) << 16).view(np.float32)
+        array = (array.astype(np.uint32) << 16).view(np.float32)
     return array
 
 
 def _values(matrix: Mapping[str, Stored], start: int, stop: int) -> Floats:
     """Weights, float64 [stop - start, in], of rows within one row of blocks."""
-    import numpy as np
-
-    tables = _tables()
     if packed := matrix.get("weight_packed"):
-        pairs = tables.e2m1_pairs.take(_array(packed, start, stop), axis=0, mode="clip")
-        values: Floats = pairs.reshape(stop - start, -1, _GROUP)
-        values *= tables.e8m0.take(_array(matrix["weight_scale"], start, stop), mode="clip")[..., None]
-        return values.reshape(stop - start, -1)
-    weight = matrix["weight"]
-    if weight.dtype != "F8_E4M3":
-        return _array(weight, start, stop).astype(np.float64)
-    values = tables.e4m3.take(_array(weight, start, stop), mode="clip")
+        pairs = _E2M1_PAIRS.take(_array(packed, start, stop), axis=0, mode="clip")
+        values: Floats = pairs.reshape(len(pairs), -1, _GROUP)
+        values *= _E8M0.take(_array(matrix["weight_scale"], start, stop), mode="clip")[..., None]
+        return values.reshape(len(values), -1)
+    weight = _array(matrix["weight"], start, stop)
+    if matrix["weight"].dtype != "F8_E4M3":
+        return weight.astype(np.float64)
+    values = _E4M3.take(weight, mode="clip")
     block = start // _BLOCK
     scale = _array(matrix["weight_scale"], block, block + 1).astype(np.float64)
-    values *= scale.repeat(_BLOCK, axis=1)[:, : weight.shape[1]]
-    return values
+    return np.multiply(values, scale.repeat(_BLOCK, axis=1)[:, : weight.shape[1]], out=values)
 
 
 def _exponent_spread(mxfp4: Mapping[str, Stored]) -> int:
-    import numpy as np
-
-    packed, scale = mxfp4["weight_packed"], mxfp4["weight_scale"]
-    rows, groups = scale.shape
-    spread = 0
+    rows, groups = mxfp4["weight_scale"].shape
+    blocks, spread = np.arange(0, groups, _BLOCK // _GROUP), 0
     for start in range(0, rows, _BLOCK):
-        stop = min(start + _BLOCK, rows)
-        magnitudes = _array(packed, start, stop).view("<u8") & np.uint64(0x7777_7777_7777_7777)
-        exponents = _array(scale, start, stop).astype(np.int16)
-        used = (magnitudes[:, ::2] | magnitudes[:, 1::2]) != 0  # a group is 16 bytes
-        used &= exponents != 255
-        blocks = np.arange(0, groups, _BLOCK // _GROUP)
-        highest = np.maximum.reduceat(np.where(used, exponents, -1).max(axis=0), blocks)
-        lowest = np.minimum.reduceat(np.where(used, exponents, 255).min(axis=0), blocks)
+        packed = _array(mxfp4["weight_packed"], start, start + _BLOCK)
+        scale = _array(mxfp4["weight_scale"], start, start + _BLOCK)
+        magnitudes = packed.view("<u8") & np.uint64(0x7777_7777_7777_7777)  # a group is two of these
+        used = (magnitudes.reshape(*scale.shape, 2) != 0).any(axis=-1) & (scale != 255)
+        highest = np.maximum.reduceat(np.where(used, scale, 0).max(axis=0), blocks).astype(int)
+        lowest = np.minimum.reduceat(np.where(used, scale, 255).min(axis=0), blocks)
         spread = max(spread, int((highest - lowest).max()))
     return spread
 
 
-# --- the formats
+# --- the formats: OCP 8-bit floating point (E4M3) 1.0, and OCP microscaling formats (E2M1, E8M0) 1.0
 
-
-class _Tables(NamedTuple):
-    e4m3: Floats  # [256]: value of each byte
-    e8m0: Floats  # [256]
-    e2m1_pairs: Floats  # [256, 2]: low and high nibble's value of each packed byte
-
-
-@functools.cache
-def _tables() -> _Tables:
-    """OCP 8-bit floating point (E4M3) 1.0, and OCP microscaling formats (E2M1, E8M0) 1.0."""
-    import numpy as np
-
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    # Bias 7 and three bits of mantissa; exponent 0 means 1 without the leading bit.
-    e4m3 = np.ldexp(mantissa + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
-    e4m3[codes & 127 == 127] = np.nan  # no infinities, and the largest number is 448
-    e4m3 = np.where(codes < 128, e4m3, -e4m3)
-    e8m0 = np.ldexp(1.0, codes - 127)
-    e8m0[255] = np.nan
-    e2m1 = np.array([*_E2M1, *(-value for value in _E2M1)])
-    return _Tables(e4m3, e8m0, np.stack((e2m1[codes & 15], e2m1[codes >> 4]), axis=-1))
+_CODES = np.arange(256)
+_EXPONENTS, _MANTISSAS = _CODES >> 3 & 15, _CODES & 7
+# Bias 7 and three bits of mantissa; exponent 0 means 1 without the leading bit.
+_E4M3 = np.ldexp(_MANTISSAS + 8.0 * (_EXPONENTS > 0), np.maximum(_EXPONENTS, 1) - 10)
+_E4M3 *= np.where(_CODES < 128, 1, -1)
+_E4M3[_CODES & 127 == 127] = np.nan  # no infinities, and the largest number is 448
+_E8M0 = np.append(np.ldexp(1.0, _CODES[:255] - 127), np.nan)
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = np.concatenate((_E2M1, -_E2M1))
+_E2M1_PAIRS = np.stack((_E2M1[_CODES & 15], _E2M1[_CODES >> 4]), axis=-1)  # the low nibble is the first
 
 
 def _encode_e4m3(values: Floats) -> Floats:
     """Bytes of the E4M3 numbers nearest to these, ties to even. At most 464 in magnitude, or NaN."""
-    import numpy as np
-
     magnitudes = np.fmin(np.abs(values), 512)  # NaN becomes 512, which is past the last number
     _, exponents = np.frexp(np.maximum(magnitudes, 2.0**-6))
     # Steps of 2^-3 of the leading bit's weight: 8 to 16 of them, below 2^-6 0 to 8. A 16 carries over.

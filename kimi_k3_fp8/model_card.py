@@ -38,69 +38,13 @@ CARD_NAME = "README.md"
 SOURCE_CARD_NAME = "README-source.md"
 _MARK = "<!-- Written by kimi_k3_fp8. -->"
 
-_CARD = """
-# {name}
-
-## Model Overview
-
-- **Model Architecture:** {architecture}
-  - **Input:** {input}
-  - **Output:** Text
-- **Model Optimizations:**
-  - **Weight quantization:** FP8
-  - **Activation quantization:** FP8
-- **Release Date:** {released}
-- **Version:** {version}
-- **Model Developers:** {developers}
-
-Quantized version of {base}.
-
-## Model Optimizations
-
-{quantized} linear modules of {base} have FP8 (E4M3) weights, with one scale for each block of 128 x 128.
-Their activations are quantized to FP8 at run time, in groups of 128. No calibration data was used. All
-tensors together take {size}.
-
-{modules}
-{scales}
-
-Left as they are:
-
-{ignored}
-
-## Deployment
-
-What vLLM {vllm} loads on {gpus} GPUs, read from its code and not run (TP: tensor parallel, PP: pipeline
-parallel). The weights are those on the fullest GPU, without KV cache and activations:
-
-{layouts}
-
-{commands}
-
-## Creation
-
-Made with kimi_k3_fp8, on top of [LLM Compressor](https://github.com/vllm-project/llm-compressor):
-
-```python
-{call}
-```
-
-This script for LLM Compressor itself makes the same tensors. It leaves the source's MXFP4 configuration
-in `text_config` of config.json, where it must be removed.
-
-```python
-{script}
-```
-
-## Fidelity
-
-{fidelity}
-
-## License
-
-The license is that of the base model, kimi-k3{license}.
+#: How LLM Compressor's own script has the scales rounded up.
+_POWER_OF_TWO = """from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from kimi_k3_fp8.engine.observer import POWER_OF_TWO
+scheme = preset_name_to_scheme("FP8_BLOCK", ["Linear"])
+scheme.weights.observer = POWER_OF_TWO
+config = QuantizationConfig(config_groups={"FP8_BLOCK": scheme}, ignore=ignore)
 """
-
 _SCALES = {
     "amax": f"""
 The scale of a block is its largest magnitude / 448. With DeepGEMM and power-of-two scales, its default on
@@ -180,28 +124,27 @@ def model_card(
     held: Mapping[str, TensorInfo] = source.output_tensors if isinstance(source, Plan) else source.tensors
     quantized = Counter(module_class(t.module) for t in held.values() if t.dtype == "F8_E4M3")
     name = details.name or folder.name
-    call, script = _code(recipe, details.base_model, name.rpartition("/")[2])
-    text = _CARD.format(
+    kept = (f"- {_span(rule.pattern)}: {_plain(rule.reason or rule.name)}" for rule in recipe.ignore)
+    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    text = text.format(
+        details=details,
+        recipe=recipe,
         name=_plain(name),
         architecture=_plain(", ".join(checkpoint.config.get("architectures") or ["unknown"])),
         input="Text / Image" if any(t.startswith("vision_tower.") for t in held) else "Text",
-        released=details.released,
         version=_plain(details.version),
-        developers=_plain(details.developers or ("/" in name and name.partition("/")[0]) or "not stated"),
+        developers=_plain(details.developers or name.rpartition("/")[0] or "not stated"),
         base=_linked(details.base_model),
         quantized=f"{quantized.total():,}",
         size=gigabytes(sum(tensor.nbytes for tensor in held.values())),
         modules=_table(("FP8 modules", "Number"), [(kind, f"{n:,}") for kind, n in quantized.items()]),
         scales=_SCALES[recipe.block_scales],
-        ignored="\n".join(
-            f"- {_span(rule.pattern)}: {_plain(rule.reason or rule.name)}" for rule in recipe.ignore
-        ),
+        kept="\n".join(kept),
         vllm=VLLM_VERSION,
-        gpus=details.layout.gpus,
         layouts=_layouts(source, details.layout),
         commands=_commands(source, name, details),
-        call=call,
-        script=script,
+        save_directory=name.rpartition("/")[2],
+        **_creation(recipe),
         fidelity=_fidelity(report),
         license="; see [LICENSE](LICENSE)" if "LICENSE" in checkpoint.side_files else "",
     )
@@ -213,7 +156,25 @@ def model_card(
         pipeline_tag="image-text-to-text",
         tags=["fp8", "vllm", "llm-compressor", "compressed-tensors", "conversational"],
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n{text}")
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
+
+
+def _creation(recipe: Recipe) -> dict[str, str]:
+    """What the template needs for this library's call and for LLM Compressor's script."""
+    default, powers = Recipe(), recipe.block_scales == "power_of_two"
+    own_ignore = recipe.ignore_patterns != default.ignore_patterns
+    others = ("block_scales", "dequantize_dtype", "accept")
+    changed = [field for field in others if getattr(recipe, field) != getattr(default, field)]
+    arguments = ["ignore=ignore"] * own_ignore + [f"{field}={getattr(recipe, field)!r}" for field in changed]
+    ignore = "".join(f"    {pattern!r},\n" for pattern in recipe.ignore_patterns)
+    ignore = f"ignore = [\n{ignore}]\n"
+    return {
+        "own_ignore": ignore * own_ignore,
+        "arguments": ", ".join(arguments),
+        "ignore": ignore,
+        "config": _POWER_OF_TWO * powers,
+        "scheme": "config=config" if powers else 'scheme="FP8_BLOCK", ignore=ignore',
+    }
 
 
 def _layouts(source: Served, layout: Layout) -> str:
@@ -241,70 +202,16 @@ def _commands(source: Served, name: str, details: CardDetails) -> str:
     return "\n\n".join(parts)
 
 
-def _code(recipe: Recipe, base_model: str, save_directory: str) -> tuple[str, str]:
-    """This library's call, and the script for LLM Compressor, that make the result."""
-    default = Recipe()
-    others = ("block_scales", "dequantize_dtype", "accept")
-    changed = [field for field in others if getattr(recipe, field) != getattr(default, field)]
-    arguments = [f"{field}={getattr(recipe, field)!r}" for field in changed]
-    ignore = ["ignore = [", *(f"    {pattern!r}," for pattern in recipe.ignore_patterns), "]"]
-    call = ["from kimi_k3_fp8 import Recipe, quantize", ""]
-    if recipe.ignore_patterns != default.ignore_patterns:
-        call += ignore
-        arguments.insert(0, "ignore=ignore")
-    call.append(f"recipe = Recipe({', '.join(arguments)})")
-    call.append(f"report = quantize({base_model!r}, {save_directory!r}, recipe)")
-
-    script = [
-        "import torch",
-        "from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer",
-        "from llmcompressor import model_free_ptq",
-        "",
-        f"MODEL_ID = {base_model!r}",
-        *ignore,
-    ]
-    scheme = 'scheme="FP8_BLOCK", ignore=ignore'
-    if recipe.block_scales == "power_of_two":
-        scheme = "config=config"
-        script += [
-            "from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme",
-            "from kimi_k3_fp8.engine.observer import POWER_OF_TWO",
-            'scheme = preset_name_to_scheme("FP8_BLOCK", ["Linear"])',
-            "scheme.weights.observer = POWER_OF_TWO",
-            'config = QuantizationConfig(config_groups={"FP8_BLOCK": scheme}, ignore=ignore)',
-        ]
-    dtype = f"torch.{recipe.dequantize_dtype}"
-    script += [
-        "model_free_ptq(",
-        f"    model_stub=MODEL_ID, save_directory={save_directory!r}, {scheme},",
-        f"    converter=CompressedTensorsDequantizer(MODEL_ID, ignore=ignore, dtype={dtype}),",
-        '    max_workers=7, device=[f"cuda:{i}" for i in range(7)],',
-        ")",
-    ]
-    return "\n".join(call), "\n".join(script)
-
-
 def _fidelity(report: Report | None) -> str:
     compared = report.fidelity if report else ()
     if not compared:
         return "The stored values were not compared with the source's when this card was written."
-    headings = (
-        "Modules",
-        "Compared",
-        "Weights",
-        "Differing",
-        "Relative RMS error",
-        "Largest error",
-        "Verdict",
-    )
+    headings = "Modules", "Compared", "Weights", "Differing", "Relative RMS error", "Largest error", "Verdict"
     rows = [
         (
             f.module_class,
             f"{f.modules:,} of {f.of_modules:,}",
-            f"{f.elements:,}",
-            f"{f.differing:,}",
-            f"{f.relative_rms_error:.3%}",
-            f"{f.largest_error:.3g}",
+            *(f"{f.elements:,}", f"{f.differing:,}", f"{f.relative_rms_error:.3%}", f"{f.largest_error:.3g}"),
             f.verdict,
         )
         for f in compared

@@ -199,7 +199,8 @@ class Plan:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         return Path(path)
 
-    def _rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row for each module class and decision, under `HEADINGS`."""
         totals: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
         for module in self.modules:
             decision = "FP8" if module.quantized else "same"
@@ -219,7 +220,7 @@ class Plan:
             for (kind, decision, rule), total in totals.items()
         ]
 
-    _HEADINGS = ("class", "modules", "params", "in", "out", "", "because")
+    HEADINGS = ("class", "modules", "params", "in", "out", "", "because")
 
     def _facts(self) -> list[str]:
         return [
@@ -232,7 +233,7 @@ class Plan:
         ]
 
     def __str__(self) -> str:
-        parts = [*self._facts(), "", text_table(self._HEADINGS, self._rows())]
+        parts = [*self._facts(), "", text_table(self.HEADINGS, self.rows())]
         if self.problems:
             parts += ["", *map(str, self.problems)]
         return "\n".join(parts)
@@ -243,7 +244,7 @@ class Plan:
         facts = "".join(f"<p>{line}</p>" for line in self._facts())
         problems = [(p.severity, p.code, p.subject, p.message, p.fix) for p in self.problems]
         table = html_table(("", "code", "subject", "problem", "what to do"), problems)
-        return facts + html_table(self._HEADINGS, self._rows()) + (table if problems else "")
+        return facts + html_table(self.HEADINGS, self.rows()) + (table if problems else "")
 
 
 def plan(

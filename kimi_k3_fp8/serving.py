@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, log2
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -99,8 +99,8 @@ def check_layout(
     """
     weights, room = _weigh(source), _room(gpu_memory, memory_fraction)
     found = _obstacles(weights, layout, room)
-    advice = {"fix": _advice(weights, layout, room)} if found else {}
-    return (*weights.problems, *(problem.model_copy(update=advice) for problem in found))
+    fix = _advice(weights, layout, room) if found else ""
+    return (*weights.problems, *(problem.model_copy(update={"fix": fix}) for problem in found))
 
 
 def layouts(
@@ -156,15 +156,10 @@ def rules_for_layout(
     if hopeless := [problem for problem in found if not _mendable(problem)]:
         raise ProblemsError(hopeless)
     dense = "|".join(map(str, model.dense_layers))
-    places = {"dense": f"({dense})" if "|" in dense else dense}
-    rules = [
-        IgnoreRule(
-            name=problem.subject,
-            pattern=_RULES[problem.subject].format(**places),
-            reason=f"for {layout}: {problem.message}",
-        )
-        for problem in found
-    ]
+    rules = []
+    for kind, message in ((problem.subject, problem.message) for problem in found):
+        pattern = _RULES[kind].format(dense=f"({dense})" if "|" in dense else dense)
+        rules.append(IgnoreRule(name=kind, pattern=pattern, reason=f"for {layout}: {message}"))
     if tail_fusion:
         if layout.expert_parallel or layout.tensor_parallel_size not in (8, 16):
             raise ValueError(f"vLLM has tail fusion at TP 8 and 16 without expert parallel, not at {layout}")
@@ -196,12 +191,10 @@ def _weigh(source: Served) -> _Weights:
         return _sum(source.output_tensors.values())
     checkpoint = source if isinstance(source, Checkpoint) else read_checkpoint(find_source(source))
     problems = errors_in(checkpoint.problems)
-    packed = (name for name in checkpoint.tensors if name.endswith(".weight_packed"))
-    if name := next(packed, None):
+    if packed := [name for name in checkpoint.tensors if name.endswith(".weight_packed")]:
         message = "it is MXFP4: these rules are about the converted checkpoint"
-        problems += (
-            Problem(code="packed-left", subject=name, message=message, fix="give that, or its plan"),
-        )
+        fix = "give that, or its plan"
+        problems += (Problem(code="packed-left", subject=packed[0], message=message, fix=fix),)
     return _sum(checkpoint.tensors.values())._replace(problems=problems)
 
 
@@ -229,30 +222,40 @@ def _obstacles(weights: _Weights, layout: Layout, room: int | None) -> tuple[Pro
         message = f"{weights.layers} layers cannot be shared among {stages} pipeline stages"
         found["layers"] = Problem(code="layout-does-not-load", subject="layers", message=message)
     elif room is not None and (size := _heaviest(weights, layout)) > room:
-        message = (
-            f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them (an estimate "
-            "of weights alone: KV cache and activations come on top)"
-        )
         found["memory"] = Problem(
-            code="layout-too-large", subject="memory", message=message, expected=room, found=size
+            code="layout-too-large",
+            subject="memory",
+            message=f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them "
+            "(an estimate of weights alone: KV cache and activations come on top)",
+            expected=room,
+            found=size,
         )
     return tuple(found.values())
 
 
 def _width_problem(width: _Width, layout: Layout) -> Problem | None:
-    kind, count, code = width.module_class, layout.tensor_parallel_size, "layout-does-not-load"
+    kind, count, code, multiple = (
+        width.module_class,
+        layout.tensor_parallel_size,
+        "layout-does-not-load",
+        None,
+    )
     each, rest = divmod(width.size, count)
-    fits = not rest and (each % BLOCK[0] == 0 or not width.quantized)
-    if fits or (kind == _EXPERTS and layout.expert_parallel):
+    if kind == _EXPERTS and layout.expert_parallel:
         return None
     if rest:
-        message = f"{width.size} rows or columns cannot be cut into {count} equal slices"
-        return Problem(code=code, subject=kind, message=message, found=width.size)
-    message = f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}"
-    if kind == _EXPERTS and count > 1 and each < _PADDED_TO:
-        code = "layout-silently-wrong"
-        message += f", is padded to {_PADDED_TO} and gets the wrong scales: it loads, with wrong weights"
-    return Problem(code=code, subject=kind, message=message, expected=BLOCK[0], found=each)
+        each, message = width.size, f"{width.size} rows or columns cannot be cut into {count} equal slices"
+    elif width.quantized and each % BLOCK[0]:
+        multiple, message = (
+            BLOCK[0],
+            f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}",
+        )
+        if kind == _EXPERTS and count > 1 and each < _PADDED_TO:
+            code = "layout-silently-wrong"
+            message += f", is padded to {_PADDED_TO} and gets the wrong scales: it loads, with wrong weights"
+    else:
+        return None
+    return Problem(code=code, subject=kind, message=message, expected=multiple, found=each)
 
 
 def _mendable(problem: Problem) -> bool:
@@ -269,14 +272,14 @@ def _heaviest(weights: _Weights, layout: Layout) -> int:
     # vLLM gives layers that are left over to the stages before the last one (get_pp_indices).
     least, rest = divmod(weights.layers, stages)
     sizes = [least + (stages - 1 - rest <= stage < stages - 1) for stage in range(stages)]
-    stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+    held_by: dict[int | str, Iterable[int]] = {"first": [0], "last": [stages - 1], "every": range(stages)}
+    held_by |= enumerate([stage] for stage, size in enumerate(sizes) for _ in range(size))
     share = {"cut": 1 / count, "expert": 1 / count, "whole": 1.0}
     if layout.expert_parallel and weights.experts:
-        share["expert"] = -(-weights.experts // count) / weights.experts
-    held_by: dict[str, Iterable[int]] = {"first": [0], "last": [stages - 1], "every": range(stages)}
+        share["expert"] = ceil(weights.experts / count) / weights.experts
     totals = [0.0] * stages
     for (place, spread), nbytes in weights.nbytes.items():
-        for stage in [stage_of[place]] if isinstance(place, int) else held_by[place]:
+        for stage in held_by[place]:
             totals[stage] += nbytes * share[spread]
     return round(max(totals))
 
@@ -296,11 +299,10 @@ def _nearest(weights: _Weights, layout: Layout, room: int | None) -> Layout | No
 
     a_node, gpus = layout.gpus // layout.nodes, layout.gpus
     for number in (gpus, 2 * gpus, 4 * gpus, *range(gpus - 1, 0, -1)):
-        nodes = -(-number // a_node)
-        if number % nodes == 0:
-            for candidate in sorted(_candidates(number, nodes), key=unlike):
-                if not _obstacles(weights, candidate, room):
-                    return candidate
+        nodes = ceil(number / a_node)
+        for candidate in sorted(_candidates(number, nodes), key=unlike) if number % nodes == 0 else ():
+            if not _obstacles(weights, candidate, room):
+                return candidate
     return None
 
 
@@ -310,10 +312,8 @@ def _advice(weights: _Weights, layout: Layout, room: int | None) -> str:
     left = _obstacles(weights, whole, room)
     advice = [f"serve it as {nearest}"] if nearest else []
     if left and all(map(_mendable, left)):
-        kept = " and ".join(problem.subject for problem in left)
-        advice.append(
-            f"convert with Recipe.for_layout, which keeps the {kept} in BF16, and serve it as {whole}"
-        )
+        kept = f"which keeps the {' and '.join(problem.subject for problem in left)} in BF16"
+        advice.append(f"convert with Recipe.for_layout, {kept}, and serve it as {whole}")
     return "; or ".join(advice) or "use more GPUs, or GPUs with more memory"
 
 

@@ -16,18 +16,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .architecture import Dimensions, TensorSpec, tensors
+from kimi_k3_fp8.architecture import MXFP4_GROUP, Dimensions, tensors
+from kimi_k3_fp8.checkpoint import CONFIG_NAME, INDEX_NAME, TensorInfo, lay_out
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Size", "Values", "write_checkpoint"]
 
 Size = Literal["tiny", "full"]
 Values = Literal["gaussian", "random", "sparse"]
@@ -62,19 +61,14 @@ def write_checkpoint(
     Raises `FileExistsError` where `path` is a file or a folder that is not empty, `ValueError` for
     an unknown `size` or `values`.
     """
-    defaults: dict[str, tuple[Dimensions, Values]] = {
+    sizes: dict[str, tuple[Dimensions, Values]] = {
         "tiny": (Dimensions.tiny(), "gaussian"),
         "full": (Dimensions(), "sparse"),
     }
-    contents: dict[str, _Content | None] = {
-        "gaussian": _gaussian,
-        "random": _random,
-        "sparse": None,
-    }
-    if size not in defaults:
-        raise ValueError(f"size must be one of {', '.join(defaults)}, not {size!r}")
-    dimensions = dimensions or defaults[size][0]
-    values = values or defaults[size][1]
+    contents: dict[str, _Content] = {"gaussian": _gaussian, "random": _random, "sparse": _nothing}
+    if size not in sizes:
+        raise ValueError(f"size must be one of {', '.join(sizes)}, not {size!r}")
+    dimensions, values = dimensions or sizes[size][0], values or sizes[size][1]
     if values not in contents:
         raise ValueError(f"values must be one of {', '.join(contents)}, not {values!r}")
 
@@ -86,48 +80,31 @@ def write_checkpoint(
     weight_map: dict[str, str] = {}
     total_size = 0
     specs = tensors(dimensions, quantized_experts=quantized_experts)
-    for shard, group in groupby(specs, key=lambda spec: spec.shard):
-        name = f"model-{shard + 1:05d}-of-{dimensions.shards:06d}.safetensors"
-        members = list(group)
-        _write_shard(folder / name, members, contents[values], seed)
-        weight_map.update((spec.name, name) for spec in members)
-        total_size += sum(spec.nbytes for spec in members)
+    for number, group in groupby(specs, key=lambda spec: spec.shard):
+        shard = f"model-{number + 1:05d}-of-{dimensions.shards:06d}.safetensors"
+        header, placed = lay_out(shard, [spec[:3] for spec in group], {"format": "pt"})
+        nbytes = sum(tensor.nbytes for tensor in placed)
+        with (folder / shard).open("wb") as file:
+            file.write(header)
+            for tensor in placed:
+                for chunk in contents[values](tensor, seed):
+                    file.write(chunk.numpy().data)
+            file.truncate(len(header) + nbytes)
+        weight_map |= {tensor.name: shard for tensor in placed}
+        total_size += nbytes
 
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / "model.safetensors.index.json", index)
-    _write_side_files(folder, dimensions)
-    _write_json(folder / "config.json", _config(dimensions, quantized_experts))
+    config = _config(dimensions, quantized_experts)
+    files = {INDEX_NAME: index, CONFIG_NAME: config, **_side_files(dimensions)}
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        (folder / name).write_text(text)
     return folder
 
 
-# --- shards -------------------------------------------------------------------------------------
+# --- values
 
-_Content = Callable[[TensorSpec, int], Iterable["torch.Tensor"]]
-
-
-def _write_shard(path: Path, specs: Iterable[TensorSpec], content: _Content | None, seed: int) -> None:
-    """Write one safetensors file: 8 bytes of header length, JSON padded to 8 bytes, data."""
-    # Widest items first keeps every tensor aligned, as the safetensors library does.
-    ordered = sorted(specs, key=lambda spec: (spec.dtype == "U8", spec.dtype == "BF16", spec.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in ordered:
-        begin, end = end, end + spec.nbytes
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": spec.shape,
-            "data_offsets": (begin, end),
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        if content is None:
-            file.truncate(file.tell() + end)
-        else:
-            for spec in ordered:
-                for chunk in content(spec, seed):
-                    file.write(chunk.numpy().data)
+_Content = Callable[[TensorInfo, int], Iterator["torch.Tensor"]]
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -137,7 +114,12 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
 
 
-def _random(spec: TensorSpec, seed: int) -> Iterator[torch.Tensor]:
+def _nothing(spec: TensorInfo, seed: int) -> Iterator[torch.Tensor]:
+    """No bytes: the tensor is a hole in the file."""
+    return iter(())
+
+
+def _random(spec: TensorInfo, seed: int) -> Iterator[torch.Tensor]:
     """Bytes of one tensor as `uint8` chunks, from random bits."""
     import torch
 
@@ -157,14 +139,14 @@ def _random(spec: TensorSpec, seed: int) -> Iterator[torch.Tensor]:
         yield drawn[:size]
 
 
-def _gaussian(spec: TensorSpec, seed: int) -> Iterator[torch.Tensor]:
+def _gaussian(spec: TensorInfo, seed: int) -> Iterator[torch.Tensor]:
     """Bytes of one tensor as `uint8` chunks, from normally distributed weights."""
     import torch
 
-    module, _, parameter = spec.name.rpartition(".")
     if spec.dtype == "U8":
-        packed_columns = spec.shape[1] * (1 if parameter == "weight_packed" else 16)
-        yield _mxfp4(module, (spec.shape[0], 2 * packed_columns), seed)[parameter].flatten()
+        rows, columns = spec.shape
+        columns *= {"weight_packed": 2, "weight_scale": MXFP4_GROUP}[spec.parameter]
+        yield _mxfp4(spec.module, (rows, columns), seed)[spec.parameter].flatten()
         return
     generator = _generator(seed, spec.name)
     dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[spec.dtype]
@@ -185,147 +167,89 @@ def _mxfp4(module: str, shape: tuple[int, int], seed: int) -> dict[str, torch.Te
 
     scheme = QuantizationScheme.model_validate(_QUANTIZATION_CONFIG["config_groups"]["group_0"])
     # The weight that `quantized_experts=False` writes, drawn in the same way.
-    spec = TensorSpec(f"{module}.weight", "BF16", shape, 0)
+    spec = TensorInfo(f"{module}.weight", "BF16", shape, "", 0, 2 * shape[0] * shape[1])
     weight = torch.cat(list(_gaussian(spec, seed))).view(torch.bfloat16).view(shape)
     groups = weight.view(shape[0], -1, scheme.weights.group_size)
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    compressed: dict[str, torch.Tensor] = compressor.compress(
-        {"weight": weight, "weight_scale": scale}, scheme
-    )
-    return compressed
+    compressed = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    return dict(compressed)
 
 
-# --- config and side files ----------------------------------------------------------------------
+# --- config and side files
 
-_QUANTIZATION_CONFIG: dict[str, Any] = {
+_QUANTIZATION_CONFIG: dict[str, Any] = json.loads(r"""{
     "quant_method": "compressed-tensors",
     "format": "mxfp4-pack-quantized",
     "quantization_status": "compressed",
-    "kv_cache_scheme": None,
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "format": "mxfp4-pack-quantized",
-            "weights": {
-                "num_bits": 4,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-                "dynamic": False,
-                "observer": "minmax",
-                "scale_dtype": "torch.uint8",
-            },
+    "kv_cache_scheme": null,
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "format": "mxfp4-pack-quantized",
+        "weights": {
+            "num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": 32,
+            "dynamic": false, "observer": "minmax", "scale_dtype": "torch.uint8"
         }
-    },
+    }},
     "ignore": [
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*",
-        "re:.*vision_tower.*",
-        "re:.*mm_projector.*",
-    ],
-}
+        "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*"
+    ]
+}""")
 
 
 def _config(d: Dimensions, quantized: bool) -> dict[str, Any]:
     full_attention = [layer + 1 for layer in d.mla_layers]  # 1-based, as upstream
-    text_config: dict[str, Any] = {
+    text_config = {
         "model_type": "kimi_linear",
         "architectures": ["KimiLinearForCausalLM"],
         "dtype": "bfloat16",
         "vocab_size": d.vocabulary,
         "hidden_size": d.hidden,
         "num_hidden_layers": d.layers,
-        "num_attention_heads": d.heads,
-        "head_dim": d.head_dim,
-        "q_lora_rank": d.q_lora_rank,
-        "kv_lora_rank": d.kv_lora_rank,
-        "qk_nope_head_dim": d.head_dim,
-        "qk_rope_head_dim": d.rope_dim,
-        "v_head_dim": d.head_dim,
         "linear_attn_config": {
             "full_attn_layers": full_attention,
             "kda_layers": [n for n in range(1, d.layers + 1) if n not in full_attention],
-            "num_heads": d.heads,
-            "head_dim": d.head_dim,
-            "short_conv_kernel_size": d.conv_kernel,
         },
-        "intermediate_size": d.dense_intermediate,
         "first_k_dense_replace": len(d.dense_layers),
         "num_experts": d.experts,
-        "num_shared_experts": d.shared_intermediate // d.expert_intermediate,
-        "moe_intermediate_size": d.expert_intermediate,
-        "routed_expert_hidden_size": d.latent,
     }
-    config: dict[str, Any] = {
+    model = "modeling_kimi_k3.KimiK3ForConditionalGeneration"
+    return {
         "model_type": "kimi_k3",
         "architectures": ["KimiK3ForConditionalGeneration"],
         "dtype": "bfloat16",
         "auto_map": {
             "AutoConfig": "configuration_kimi_k3.KimiK3Config",
-            "AutoModel": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
-            "AutoModelForCausalLM": "modeling_kimi_k3.KimiK3ForConditionalGeneration",
+            **dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), model),
         },
-        "text_config": text_config,
+        "text_config": text_config | ({"quantization_config": _QUANTIZATION_CONFIG} if quantized else {}),
+        **({"vision_config": {"vt_num_hidden_layers": d.vision_blocks}} if d.vision_blocks else {}),
     }
-    if quantized:
-        text_config["quantization_config"] = _QUANTIZATION_CONFIG
-    if d.vision_blocks:
-        config["vision_config"] = {
-            "vt_num_hidden_layers": d.vision_blocks,
-            "vt_hidden_size": d.vision_hidden,
-            "vt_intermediate_size": d.vision_intermediate,
-            "patch_size": d.patch,
-            "init_pos_emb_height": d.vision_grid,
-            "init_pos_emb_width": d.vision_grid,
-        }
-    return config
 
 
 _PYTHON_FILES = (
-    "configuration_kimi_k3",
-    "configuration_kimi_linear",
-    "kimi_k3_processor",
-    "kimi_k3_vision_processing",
-    "media_utils",
-    "modeling_kimi_k3",
-    "modeling_kimi_linear",
-    "tokenization_kimi",
+    *("configuration_kimi_k3", "configuration_kimi_linear", "kimi_k3_processor", "media_utils"),
+    *("kimi_k3_vision_processing", "modeling_kimi_k3", "modeling_kimi_linear", "tokenization_kimi"),
 )
 
 
-def _write_side_files(folder: Path, d: Dimensions) -> None:
-    _write_json(folder / "generation_config.json", {"max_length": 4096})
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "TikTokenTokenizer",
-            "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
-        },
-    )
-    _write_json(
-        folder / "preprocessor_config.json",
-        {
-            "auto_map": {
-                "AutoProcessor": "kimi_k3_processor.KimiK3Processor",
-                "AutoImageProcessor": "kimi_k3_vision_processing.KimiK3VisionProcessor",
-            },
-            "patch_size": d.patch,
-        },
-    )
+def _side_files(d: Dimensions) -> dict[str, Any]:
+    """Every other file: its text, or what it holds as JSON."""
+    notice = "Synthetic Kimi-K3 checkpoint, written by kimi_k3_fp8.synthetic"
+    tokenizer = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    processors = {
+        "AutoProcessor": "kimi_k3_processor.KimiK3Processor",
+        "AutoImageProcessor": "kimi_k3_vision_processing.KimiK3VisionProcessor",
+    }
     # One rank for each byte, in tiktoken's own format.
     ranks = (f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
-    (folder / "tiktoken.model").write_text("".join(ranks))
-
-    notice = "Synthetic Kimi-K3 checkpoint, written by kimi_k3_fp8.synthetic"
-    (folder / "README.md").write_text(f"# {notice}\n\nIts weights mean nothing.\n")
-    (folder / "LICENSE").write_text(f"{notice}: there is nothing in it to license.\n")
-    for module in _PYTHON_FILES:
-        (folder / f"{module}.py").write_text(f'"""{notice}: a placeholder without code."""\n')
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    return {
+        "generation_config.json": {"max_length": 4096},
+        "tokenizer_config.json": {"tokenizer_class": "TikTokenTokenizer", "auto_map": tokenizer},
+        "preprocessor_config.json": {"auto_map": processors, "patch_size": d.patch},
+        "tiktoken.model": "".join(ranks),
+        "README.md": f"# {notice}\n\nIts weights mean nothing.\n",
+        "LICENSE": f"{notice}: there is nothing in it to license.\n",
+        **{f"{name}.py": f'"""{notice}: a placeholder without code."""\n' for name in _PYTHON_FILES},
+    }

@@ -94,12 +94,11 @@ def test_a_cluster_gives_the_same_bytes_and_loses_one_job_with_a_worker(
     errors: list[JobError] = []
 
     def run(source_: str, save_directory: str, *, executor: Executor, **options: Any) -> Any:
-        report = quantize(
-            source_, save_directory, executor=DeadlyExecutor(executor, notes), progress=False, **options
-        )
+        options |= {"progress": False, "card": False}
+        report = quantize(source_, save_directory, executor=DeadlyExecutor(executor, notes), **options)
         # While the cluster is up: what a job raises arrives as it was raised.
         with pytest.raises(JobError) as caught:
-            quantize(source, tmp_path / "bad", executor=executor, progress=False, **options)
+            quantize(source, tmp_path / "bad", executor=executor, **options)
         errors.append(caught.value)
         return report
 

@@ -221,6 +221,13 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @each_page
+def test_code_fits_the_page(page: Path) -> None:
+    for token in MarkdownIt().parse(page.read_text(encoding="utf-8")):
+        if token.type in ("fence", "code_block"):
+            assert max(map(len, token.content.splitlines()), default=0) <= 110 - 30 * (page.parent != ROOT)
+
+
+@each_page
 def test_pages_are_short(page: Path) -> None:
     assert len(page.read_text(encoding="utf-8").splitlines()) <= 150
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Inline, edit_json, read_tensors_of
+from conftest import Inline, edit_json
 from hub_server import Fault, HubServer, Request
 from huggingface_hub import constants, snapshot_download
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_k3_fp8 import JobError, Recipe, SourceError, hub, plan, quantize, validate
+from kimi_k3_fp8 import JobError, SourceError, hub, plan, quantize, validate
 from kimi_k3_fp8.checkpoint import find_source, read_checkpoint
 from kimi_k3_fp8.errors import EngineError
 from kimi_k3_fp8.hub import Shelf, open_repository
@@ -37,6 +37,7 @@ from kimi_k3_fp8.staging import Staging
 REPO = "moonshotai/Kimi-K3"
 #: Small jobs: most read one of the tiny checkpoint's seven shards, some two.
 SMALL = "300kB"
+REAL_WAITS = hub.WAITS
 
 
 @pytest.fixture
@@ -264,15 +265,15 @@ def test_offline_with_a_full_snapshot_is_as_good_as_online(
 
 
 def test_offline_with_a_snapshot_that_says_not_what_it_should_hold(
-    server: HubServer, commit: str, offline: Callable[[], None], tmp_path: Path
+    server: HubServer, commit: str, tmp_path: Path
 ) -> None:
     """Older releases of huggingface_hub kept no list of files."""
     online = plan(REPO).jobs
     snapshot_download(REPO)
     shutil.rmtree(tmp_path / "cache" / "models--moonshotai--Kimi-K3" / "trees")
-    offline()
-    constants_cleared = subprocess_plan(server, tmp_path, HF_HUB_OFFLINE="1")
-    assert constants_cleared == (len(online), f"{REPO}@{commit}")
+    # In a fresh process: huggingface_hub remembers the list of files in this one.
+    planned = subprocess_plan(server, tmp_path, HF_HUB_OFFLINE="1")
+    assert planned == (len(online), f"{REPO}@{commit}")
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["nothing", "not-whole"])
@@ -299,8 +300,8 @@ def subprocess_plan(server: HubServer, tmp_path: Path, **environment: str) -> tu
         env=os.environ | settings | environment,
         capture_output=True,
         text=True,
-        check=True,
     )
+    assert ran.returncode == 0, ran.stderr
     jobs, source = json.loads(ran.stdout.splitlines()[-1])
     if "HF_HUB_OFFLINE" not in environment:
         assert "reading moonshotai/Kimi-K3" in ran.stderr  # the progress bar
@@ -469,9 +470,15 @@ def test_the_server_says_how_long_to_wait(
 def test_waits_grow_and_end(
     server: HubServer, commit: str, tiny: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # the real waits
-    assert [*hub.WAITS] == sorted(hub.WAITS)
-    assert 10 <= sum(hub.WAITS) <= 120
+    path = shards(tiny)[0]
+    files = open_repository(REPO)
+    monkeypatch.setattr(hub, "WAITS", REAL_WAITS)
+    server.faults = [Fault("/cdn/", cut=0, times=99)]
+    with pytest.raises(SourceError, match="does not deliver"):
+        files.read(path.name, 0, 8)
+    assert tuple(waits) == REAL_WAITS
+    assert waits == sorted(waits)
+    assert 10 <= sum(waits) <= 120
 
 
 def test_altered_bytes_never_become_a_file(
@@ -665,7 +672,7 @@ def work(draw: st.DrawFn) -> tuple[dict[int, set[str]], int, set[str], set[str]]
     return dict(enumerate(needs, 1)), places, cached, left
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(work(), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_shelf_is_bounded_and_never_stuck(
     planned: tuple[dict[int, set[str]], int, set[str], set[str]], threads: int, chance: random.Random
@@ -742,7 +749,7 @@ def test_leaving_a_shelf_ends_its_downloads(
 ) -> None:
     """Neither a wait between attempts nor a download in the middle holds up the end of a run."""
     first, second = shards(tiny)[:2]
-    arrived, leave = threading.Event(), threading.Event()
+    arrived = threading.Event()
     sha256 = server.commits[REPO][commit][second.name].sha256
 
     def on_request(request: Request) -> None:
@@ -760,12 +767,4 @@ def test_leaving_a_shelf_ends_its_downloads(
             waiting = shelf.submit(pool, 2, int)
             assert arrived.wait(60)
         assert not waiting.done() or waiting.exception() is not None
-    assert time.monotonic() - began < 60
-    assert not leave.is_set()
-
-
-def test_recipes_do_not_matter_to_the_hub(server: HubServer, commit: str, tiny: Path) -> None:
-    """A recipe of one's own reads the same parts of the same files."""
-    plan(REPO, Recipe(block_scales="power_of_two"))
-    assert server.sent(where="/cdn/") == sum(map(header_bytes, shards(tiny)))
-    assert read_tensors_of(shards(tiny)[0])
+    assert time.monotonic() - began < 60  # the server asked for an hour
