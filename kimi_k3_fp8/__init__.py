@@ -22,13 +22,15 @@ from kimi_k3_fp8.errors import (
     SourceError,
     ValidationError,
 )
+from kimi_k3_fp8.fidelity import Fidelity
 from kimi_k3_fp8.planning import Plan, plan
 from kimi_k3_fp8.recipe import IgnoreRule, Recipe
-from kimi_k3_fp8.serving import Layout, check_layout, layouts, serve_commands
+from kimi_k3_fp8.serving import Layout, ServeOptions, check_layout, layouts, serve_commands
 from kimi_k3_fp8.validation import Report, validate
 
 __all__ = [
     "EngineError",
+    "Fidelity",
     "IgnoreRule",
     "JobError",
     "KimiK3FP8Error",
@@ -43,6 +45,7 @@ __all__ = [
     "ResumeError",
     "RunError",
     "RunLockedError",
+    "ServeOptions",
     "SourceError",
     "ValidationError",
     "check_layout",

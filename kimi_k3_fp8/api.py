@@ -37,7 +37,8 @@ def quantize(
     """Make an FP8_BLOCK checkpoint of a Kimi-K3 checkpoint. The defaults are the published recipe.
 
     source: the folder of the checkpoint, or its id on the Hugging Face Hub ("org/name"), of which
-        `revision` names a branch, tag or commit. recipe: what to make of it.
+        `revision` names a branch, tag or commit.
+    recipe: what to make of it.
     save_directory: where the result appears, whole, at the end; by default the source's last name +
         "-FP8-BLOCK".
     devices: torch's names, e.g. ["cuda:0", "cuda:1"]; by default every accelerator, else the CPU.
@@ -69,6 +70,7 @@ def quantize(
         max_shard_size=max_shard_size,
         devices=devices,
         workers=workers,
+        executor=executor,
         engine=engine,
         keep_source=keep_source,
         prefetch=prefetch,

@@ -85,16 +85,16 @@ class Fidelity(BaseModel):
     def verdict(self) -> str:
         """The finding in words; "exact" only for what is `exact`."""
         share = f"{self.modules:,} of {self.of_modules:,} modules"
+        if self.exact:
+            return "exact"
+        if not self.modules:
+            return f"not compared ({share})"
         found = []
         if self.differing:
             differing, error = map(_percent, (self.differing / self.elements, self.relative_rms_error))
             found.append(f"{differing} of elements differ, {error} relative RMS error")
         if self.non_finite:
             found.append(f"{self.non_finite:,} elements are not finite")
-        if self.exact:
-            return "exact"
-        if not self.modules:
-            return f"not compared ({share})"
         if not found:
             return f"no difference found in the sample ({share})"
         return "; ".join(found) + (f" (in the sample: {share})" if self.modules < self.of_modules else "")

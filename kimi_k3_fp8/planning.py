@@ -12,11 +12,14 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from kimi_k3_fp8.checkpoint import (
     DTYPE_BITS,
@@ -82,7 +85,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a run will do and all that stands in its way. Printing it shows a summary."""
+    """All that a run will do and all that stands in its way. Printing it shows a summary.
+
+    checkpoint, recipe, save_directory, engine, keep_source, prefetch: what was asked for.
+    modules: every module, and why it is quantized or kept. jobs: in the order of the output's shards.
+    workers: which devices work, on jobs of how many bytes, and why; None if not even one fits.
+    source_format: "mxfp4", or "plain" for a source that is not quantized.
+    max_shard_bytes, disk_needed, disk_free: bytes. problems: notes included.
+    """
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -256,6 +266,7 @@ def plan(
     max_shard_size: int | str = "5GB",
     devices: Sequence[str] | None = None,
     workers: int | None = None,
+    executor: Executor | None = None,
     engine: Engine = "llm_compressor",
     keep_source: bool = True,
     prefetch: int | None = None,
@@ -266,7 +277,8 @@ def plan(
     Reads headers, file sizes and this machine's free memory and disk; creates nothing.
     source, recipe: what to make of which checkpoint; the published recipe by default.
     save_directory: where the result would appear; it is looked at, not made.
-    revision, devices, workers, engine, keep_source, prefetch, overwrite: as for `quantize`.
+    revision, devices, workers, executor, engine, keep_source, prefetch, overwrite: as for `quantize`.
+        An executor's workers are elsewhere, so this machine's memory does not limit the jobs.
     max_shard_size: the most bytes of tensors in an output shard, written like "5GB"; the job may be
         smaller where memory is short. A module that is larger by itself gets a shard of its own.
     Raises SourceError where there is no source, ValueError for a size, a device or a number of
@@ -284,6 +296,7 @@ def plan(
         max_shard_bytes=parse_size(max_shard_size),
         devices=devices,
         workers=workers,
+        executor=executor,
         engine=engine,
         keep_source=keep_source,
         prefetch=prefetch,
@@ -300,6 +313,7 @@ def make_plan(
     max_shard_bytes: int,
     devices: Sequence[str] | None = None,
     workers: int | None = None,
+    executor: Executor | None = None,
     engine: Engine = "llm_compressor",
     keep_source: bool = True,
     prefetch: int | None = None,
@@ -325,42 +339,51 @@ def make_plan(
         problems += rule_problems(checkpoint, recipe, modules)
     staging = Staging.beside(save_directory)
     begun = staging.record()
-    chosen = choose_workers(
-        machine,
-        max_job_bytes=begun.job_bytes if begun else max_shard_bytes,
-        fixed=begun is not None,
-        total_bytes=sum(unit.bytes_out for unit in units),
-        bytes_per_output_byte=_bytes_per_output_byte(recipe),
-        extra_bytes=max((unit.transient_bytes for unit in units), default=0),
-        devices=devices,
-        workers=workers,
-    )
-    job_bytes = chosen.job_bytes if chosen else max_shard_bytes
+    most = begun.job_bytes if begun else max_shard_bytes
+    chosen: Workers | None
+    if executor is not None:
+        chosen = Workers((), 1, most, f"those of the executor; jobs of at most {gigabytes(most)} of output")
+    else:
+        chosen = choose_workers(
+            machine,
+            max_job_bytes=most,
+            fixed=begun is not None,
+            total_bytes=sum(unit.bytes_out for unit in units),
+            bytes_per_output_byte=_bytes_per_output_byte(recipe),
+            extra_bytes=max((unit.transient_bytes for unit in units), default=0),
+            devices=devices,
+            workers=workers,
+        )
+    job_bytes = chosen.job_bytes if chosen else most
     with _no_garbage_collection():
         jobs = tuple(_cut_jobs(units, job_bytes))
     largest = max((len(job.source_shards) for job in jobs), default=1)
     prefetch = largest + 2 if prefetch is None else prefetch
-    if prefetch < largest:
+    downloads = _downloads(checkpoint)
+    if downloads and prefetch < largest:
         problems.append(_prefetch_problem(prefetch, largest))
     problems += [
         note(
             "tensor-exceeds-shard",
             unit.outputs[0][0].rpartition(".")[0],
-            f"it is {gigabytes(unit.bytes_out)}, more than {gigabytes(job_bytes)}: "
-            "it gets a shard of its own",
+            f"it is {gigabytes(unit.bytes_out)}, more than {gigabytes(most)}: it gets a shard of its own",
         )
         for unit in units
-        if unit.bytes_out > job_bytes
+        if unit.bytes_out > most
     ]
     if begun is not None:
         problems.append(_resumed(staging, begun.job_bytes, max_shard_bytes))
     if chosen is None:
         problems.append(_memory_problem(machine, jobs, devices))
-    scratch = max((job.bytes_out for job in jobs), default=0) * (len(chosen.devices) if chosen else 1)
+    at_once = max(1, len(chosen.devices)) if chosen else 1
+    scratch = at_once * max((job.bytes_out for job in jobs), default=0)
     needed = sum(job.bytes_out + job.header_size for job in jobs) + scratch + _side_bytes(checkpoint)
+    place = _existing(save_directory)
     if not keep_source:
-        needed += sum(sorted(_downloads(checkpoint).values())[-prefetch:])
-    free = shutil.disk_usage(_existing(save_directory)).free + staging.staged_bytes()
+        needed += sum(sorted(downloads.values())[-prefetch:])
+    elif downloads and _existing(Path(HF_HUB_CACHE)).stat().st_dev == place.stat().st_dev:
+        needed += sum(downloads.values())
+    free = shutil.disk_usage(place).free + staging.staged_bytes()
     problems += _place_problems(checkpoint, save_directory, needed, free, overwrite)
     return Plan(
         checkpoint=checkpoint,

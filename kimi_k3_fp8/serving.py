@@ -30,6 +30,8 @@ from kimi_k3_fp8.recipe import BLOCK, IgnoreRule, Recipe
 VLLM_VERSION = "0.33.0"
 #: What is to be served: a plan, a finished checkpoint, or the folder of one.
 Served = Plan | Checkpoint | str | os.PathLike[str]
+#: Of one GPU, as "141GB" or bytes; None leaves memory unchecked.
+_Memory = int | str | None
 
 #: Last names of modules whose [out, in] tensor parallelism cuts by rows or by columns; all others, but for
 #: embeddings and head (cut, and padded to fit), are whole on every GPU.
@@ -88,7 +90,7 @@ class LayoutRow(NamedTuple):
 
 
 def check_layout(
-    source: Served, layout: Layout, *, gpu_memory: int | str | None = None, memory_fraction: float = 0.95
+    source: Served, layout: Layout, *, gpu_memory: _Memory = None, memory_fraction: float = 0.95
 ) -> tuple[Problem, ...]:
     """What keeps vLLM from serving a checkpoint in a layout, and what works instead.
 
@@ -108,7 +110,7 @@ def layouts(
     gpus: int = 16,
     nodes: int = 2,
     *,
-    gpu_memory: int | str | None = None,
+    gpu_memory: _Memory = None,
     memory_fraction: float = 0.95,
 ) -> tuple[LayoutRow, ...]:
     """Every layout of so many GPUs (gpus) on so many nodes, and whether it loads.
@@ -222,40 +224,30 @@ def _obstacles(weights: _Weights, layout: Layout, room: int | None) -> tuple[Pro
         message = f"{weights.layers} layers cannot be shared among {stages} pipeline stages"
         found["layers"] = Problem(code="layout-does-not-load", subject="layers", message=message)
     elif room is not None and (size := _heaviest(weights, layout)) > room:
+        message = (
+            f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them (an estimate "
+            "of weights alone: KV cache and activations come on top)"
+        )
         found["memory"] = Problem(
-            code="layout-too-large",
-            subject="memory",
-            message=f"about {gigabytes(size)} of weights on a GPU that has {gigabytes(room)} for them "
-            "(an estimate of weights alone: KV cache and activations come on top)",
-            expected=room,
-            found=size,
+            code="layout-too-large", subject="memory", message=message, expected=room, found=size
         )
     return tuple(found.values())
 
 
 def _width_problem(width: _Width, layout: Layout) -> Problem | None:
-    kind, count, code, multiple = (
-        width.module_class,
-        layout.tensor_parallel_size,
-        "layout-does-not-load",
-        None,
-    )
+    kind, count, code = width.module_class, layout.tensor_parallel_size, "layout-does-not-load"
     each, rest = divmod(width.size, count)
-    if kind == _EXPERTS and layout.expert_parallel:
+    fits = not rest and (each % BLOCK[0] == 0 or not width.quantized)
+    if fits or (kind == _EXPERTS and layout.expert_parallel):
         return None
     if rest:
-        each, message = width.size, f"{width.size} rows or columns cannot be cut into {count} equal slices"
-    elif width.quantized and each % BLOCK[0]:
-        multiple, message = (
-            BLOCK[0],
-            f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}",
-        )
-        if kind == _EXPERTS and count > 1 and each < _PADDED_TO:
-            code = "layout-silently-wrong"
-            message += f", is padded to {_PADDED_TO} and gets the wrong scales: it loads, with wrong weights"
-    else:
-        return None
-    return Problem(code=code, subject=kind, message=message, expected=multiple, found=each)
+        message = f"{width.size} rows or columns cannot be cut into {count} equal slices"
+        return Problem(code=code, subject=kind, message=message, found=width.size)
+    message = f"a slice of {width.size} / {count} = {each} is no multiple of {BLOCK[0]}"
+    if kind == _EXPERTS and count > 1 and each < _PADDED_TO:
+        code = "layout-silently-wrong"
+        message += f", is padded to {_PADDED_TO} and gets the wrong scales: it loads, with wrong weights"
+    return Problem(code=code, subject=kind, message=message, expected=BLOCK[0], found=each)
 
 
 def _mendable(problem: Problem) -> bool:
@@ -263,7 +255,7 @@ def _mendable(problem: Problem) -> bool:
     return problem.subject in _RULES and problem.expected is not None
 
 
-def _room(gpu_memory: int | str | None, fraction: float) -> int | None:
+def _room(gpu_memory: _Memory, fraction: float) -> int | None:
     return None if gpu_memory is None else int(parse_size(gpu_memory) * fraction)
 
 
@@ -392,11 +384,7 @@ class Serving(NamedTuple):
 
 
 def serve_commands(
-    source: Served,
-    layout: Layout,
-    options: ServeOptions | None = None,
-    *,
-    gpu_memory: int | str | None = None,
+    source: Served, layout: Layout, options: ServeOptions | None = None, *, gpu_memory: _Memory = None
 ) -> Serving:
     """The commands that serve a checkpoint in a layout, one a node.
 
@@ -427,11 +415,9 @@ def _quoted(value: str | Placeholder | None) -> str:
 
 def _command(layout: Layout, options: ServeOptions, node: int) -> Iterator[str]:
     model, port = _quoted(options.model), options.port
-    variables = {name: _quoted(value) for name, value in options.environment.items()}
-    if layout.nodes > 1:
-        interface = _quoted(options.interface)
-        variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} | variables
-    words = [f"{name}={value}" for name, value in variables.items()]
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if layout.nodes > 1 else ()
+    variables = {**dict.fromkeys(interfaces, options.interface), **options.environment}
+    words = [f"{name}={_quoted(value)}" for name, value in variables.items()]
     if options.form == "docker":
         host = layout.nodes > 1 if options.host_network is None else options.host_network
         network = " --network host" if host else f" -p {port}:8000" * (node == 0)

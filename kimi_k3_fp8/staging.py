@@ -66,7 +66,10 @@ class RunRecord(BaseModel):
             {name: text for name, text in record.identity.items() if name not in unread}
             for record in (self, now)
         )
-        found += _changes("source", before, after)
+        changed = [*_changes("source", before, after)]
+        if changed and self.source != now.source:  # a Hub source names its commit
+            found.append(f"source was {self.source}, is {now.source}")
+        found += changed
         found += _changes("version of", self.versions, now.versions)
         return tuple(found)
 

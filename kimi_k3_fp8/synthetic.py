@@ -94,9 +94,7 @@ def write_checkpoint(
         total_size += nbytes
 
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    config = _config(dimensions, quantized_experts)
-    files = {INDEX_NAME: index, CONFIG_NAME: config, **_side_files(dimensions)}
-    for name, content in files.items():
+    for name, content in (_side_files(dimensions, quantized_experts) | {INDEX_NAME: index}).items():
         text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
         (folder / name).write_text(text)
     return folder
@@ -165,7 +163,8 @@ def _mxfp4(module: str, shape: tuple[int, int], seed: int) -> dict[str, torch.Te
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    scheme = QuantizationScheme.model_validate(_QUANTIZATION_CONFIG["config_groups"]["group_0"])
+    config = _json_files()[CONFIG_NAME]["text_config"]["quantization_config"]
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
     # The weight that `quantized_experts=False` writes, drawn in the same way.
     spec = TensorInfo(f"{module}.weight", "BF16", shape, "", 0, 2 * shape[0] * shape[1])
     weight = torch.cat(list(_gaussian(spec, seed))).view(torch.bfloat16).view(shape)
@@ -178,78 +177,44 @@ def _mxfp4(module: str, shape: tuple[int, int], seed: int) -> dict[str, torch.Te
 
 # --- config and side files
 
-_QUANTIZATION_CONFIG: dict[str, Any] = json.loads(r"""{
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "quantization_status": "compressed",
-    "kv_cache_scheme": null,
-    "config_groups": {"group_0": {
-        "targets": ["Linear"],
-        "format": "mxfp4-pack-quantized",
-        "weights": {
-            "num_bits": 4, "type": "float", "symmetric": true, "strategy": "group", "group_size": 32,
-            "dynamic": false, "observer": "minmax", "scale_dtype": "torch.uint8"
-        }
-    }},
-    "ignore": [
-        "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-        "re:.*lm_head.*", "re:.*vision_tower.*", "re:.*mm_projector.*"
-    ]
-}""")
-
-
-def _config(d: Dimensions, quantized: bool) -> dict[str, Any]:
-    full_attention = [layer + 1 for layer in d.mla_layers]  # 1-based, as upstream
-    text_config = {
-        "model_type": "kimi_linear",
-        "architectures": ["KimiLinearForCausalLM"],
-        "dtype": "bfloat16",
-        "vocab_size": d.vocabulary,
-        "hidden_size": d.hidden,
-        "num_hidden_layers": d.layers,
-        "linear_attn_config": {
-            "full_attn_layers": full_attention,
-            "kda_layers": [n for n in range(1, d.layers + 1) if n not in full_attention],
-        },
-        "first_k_dense_replace": len(d.dense_layers),
-        "num_experts": d.experts,
-    }
-    model = "modeling_kimi_k3.KimiK3ForConditionalGeneration"
-    return {
-        "model_type": "kimi_k3",
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "auto_map": {
-            "AutoConfig": "configuration_kimi_k3.KimiK3Config",
-            **dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), model),
-        },
-        "text_config": text_config | ({"quantization_config": _QUANTIZATION_CONFIG} if quantized else {}),
-        **({"vision_config": {"vt_num_hidden_layers": d.vision_blocks}} if d.vision_blocks else {}),
-    }
-
-
 _PYTHON_FILES = (
     *("configuration_kimi_k3", "configuration_kimi_linear", "kimi_k3_processor", "media_utils"),
     *("kimi_k3_vision_processing", "modeling_kimi_k3", "modeling_kimi_linear", "tokenization_kimi"),
 )
 
 
-def _side_files(d: Dimensions) -> dict[str, Any]:
-    """Every other file: its text, or what it holds as JSON."""
-    notice = "Synthetic Kimi-K3 checkpoint, written by kimi_k3_fp8.synthetic"
-    tokenizer = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
-    processors = {
-        "AutoProcessor": "kimi_k3_processor.KimiK3Processor",
-        "AutoImageProcessor": "kimi_k3_vision_processing.KimiK3VisionProcessor",
+def _json_files() -> dict[str, Any]:
+    """What the JSON files of every size hold, by name."""
+    files: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return files
+
+
+def _side_files(d: Dimensions, quantized: bool) -> dict[str, Any]:
+    """Every file without weights: its text, or what it holds as JSON."""
+    files = _json_files()
+    config, numbers = files[CONFIG_NAME], range(1, d.layers + 1)  # layers from 1, as upstream
+    config["text_config"] |= {
+        "vocab_size": d.vocabulary,
+        "hidden_size": d.hidden,
+        "num_hidden_layers": d.layers,
+        "linear_attn_config": {
+            "full_attn_layers": [n for n in numbers if n - 1 in d.mla_layers],
+            "kda_layers": [n for n in numbers if n - 1 not in d.mla_layers],
+        },
+        "first_k_dense_replace": len(d.dense_layers),
+        "num_experts": d.experts,
     }
+    if not quantized:
+        del config["text_config"]["quantization_config"]
+    if d.vision_blocks:
+        config["vision_config"] = {"vt_num_hidden_layers": d.vision_blocks}
+    files["preprocessor_config.json"]["patch_size"] = d.patch
     # One rank for each byte, in tiktoken's own format.
     ranks = (f"{base64.b64encode(bytes([n])).decode()} {n}\n" for n in range(256))
-    return {
-        "generation_config.json": {"max_length": 4096},
-        "tokenizer_config.json": {"tokenizer_class": "TikTokenTokenizer", "auto_map": tokenizer},
-        "preprocessor_config.json": {"auto_map": processors, "patch_size": d.patch},
+    notice = "Synthetic Kimi-K3 checkpoint, written by kimi_k3_fp8.synthetic"
+    files |= {
         "tiktoken.model": "".join(ranks),
         "README.md": f"# {notice}\n\nIts weights mean nothing.\n",
         "LICENSE": f"{notice}: there is nothing in it to license.\n",
-        **{f"{name}.py": f'"""{notice}: a placeholder without code."""\n' for name in _PYTHON_FILES},
     }
+    return files | {f"{name}.py": f'"""{notice}: a placeholder without code."""\n' for name in _PYTHON_FILES}

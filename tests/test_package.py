@@ -100,6 +100,7 @@ def test_importing_loads_neither_torch_nor_llm_compressor() -> None:
 def test_public_names() -> None:
     assert kimi_k3_fp8.__all__ == [
         "EngineError",
+        "Fidelity",
         "IgnoreRule",
         "JobError",
         "KimiK3FP8Error",
@@ -114,6 +115,7 @@ def test_public_names() -> None:
         "ResumeError",
         "RunError",
         "RunLockedError",
+        "ServeOptions",
         "SourceError",
         "ValidationError",
         "check_layout",
