@@ -136,6 +136,9 @@ class Staging:
             if receipt is not None and self._is_intact(receipt):
                 yield receipt
 
+    def has_receipts(self) -> bool:
+        return any((self.path / "receipts").glob("*.json"))
+
     def keep(self, receipt: Receipt) -> None:
         path = self.path / "receipts" / f"{receipt.job:05}.json"
         write_whole(path, receipt.model_dump_json(indent=1))

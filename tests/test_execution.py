@@ -267,6 +267,17 @@ def test_other_versions_do_not_continue(tiny: Path, tmp_path: Path) -> None:
         finish(tiny, tmp_path / "out")
 
 
+@pytest.mark.parametrize("text", [None, "", "{", "[]"])
+def test_work_of_unknown_origin_is_not_continued(tiny: Path, tmp_path: Path, text: str | None) -> None:
+    staging = begin(tiny, tmp_path / "out", jobs=1)
+    record = staging.path / "plan.json"
+    record.unlink() if text is None else record.write_text(text)
+    before = files(staging.path)
+    with pytest.raises(ResumeError, match="nothing says what it was made from"):
+        finish(tiny, tmp_path / "out", Recipe(block_scales="power_of_two"))
+    assert files(staging.path) == before
+
+
 # --- TRAPS 24: staged shards that are no longer what they were
 
 
