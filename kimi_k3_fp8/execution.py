@@ -73,8 +73,8 @@ def open_run(plan: Plan) -> Iterator[Staging]:
         begun = staging.record()
         if begun is None and staging.has_receipts():
             raise ResumeError(
-                f"{staging.path} holds finished work, but its plan.json is gone or cannot be read, so nothing "
-                "says what it was made from. Remove that folder to begin anew, or save to another one."
+                f"{staging.path} holds finished work, but its plan.json is gone or cannot be read, so "
+                "nothing says what it was made from. Remove that folder to begin anew, or save to another."
             )
         if begun is not None and (differences := begun.differences(record, _unread(plan, staging))):
             listed = "\n".join(f"    {difference}" for difference in differences)
