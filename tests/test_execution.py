@@ -80,7 +80,8 @@ def start(out):
         code = 1
         try:
             with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
-                report = quantize(source, out, recipe, max_shard_size="200kB", executor=pool, progress=False)
+                report = quantize(source, out, recipe, max_shard_size="200kB", executor=pool,
+                              card=False, progress=False)
             out.with_suffix(".report").write_text(json.dumps([report.jobs_run, report.jobs_kept]))
             code = 0
         finally:
