@@ -293,7 +293,8 @@ def _environment(threads: int) -> dict[str, str]:
 def _children_ignore_interrupts() -> Iterator[None]:
     """A worker that starts meanwhile inherits it: Ctrl-C is for the parent, which then ends the worker.
 
-    Only the main thread may say so; in another one a Ctrl-C can show a starting worker's traceback.
+    One pressed in these milliseconds is lost. Only the main thread may say so; in another one a Ctrl-C
+    can show a starting worker's traceback.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

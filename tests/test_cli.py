@@ -523,7 +523,13 @@ def test_interrupted_and_continued_by_the_same_command(tiny: Path, converted: Pa
     command = [*MODULE, "quantize", str(tiny), "out", "--max-shard-size", "200kB"]
     staging = Staging.beside(Path("out").absolute())
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell's background jobs ignore Ctrl-C, and so would this one if the tests are one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(lambda: any(staging.receipts()) and any(staging.scratch.iterdir()))
     workers = psutil.Process(process.pid).children(recursive=True)

@@ -19,7 +19,7 @@ from conftest import Inline, edit_shard, read_tensors, shard_of
 
 from kimi_k3_fp8 import JobError, Recipe, ResumeError, RunLockedError, api, plan, quantize
 from kimi_k3_fp8.execution import open_run, run_job
-from kimi_k3_fp8.staging import Staging
+from kimi_k3_fp8.staging import Staging, sha256_of
 
 EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.2.w1"
 SHARED = "language_model.model.layers.2.block_sparse_moe.shared_experts.gate_proj"
@@ -53,8 +53,9 @@ def finish(source: Path, out: Path, recipe: Recipe | None = None, **more: Any) -
     return quantize(source, out, recipe, executor=Inline(), progress=False, **(defaults | more))
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def files(folder: Path) -> dict[str, str]:
+    """A checksum of every file below a folder."""
+    return {p.relative_to(folder).as_posix(): sha256_of(p) for p in folder.rglob("*") if p.is_file()}
 
 
 # --- kill -9 (TRAPS 22)

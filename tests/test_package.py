@@ -168,7 +168,7 @@ def test_errors_survive_pickling() -> None:
 
 
 def test_types_are_strict_and_style_is_kept() -> None:
-    root = ROOT.parent
+    root = Path(__file__).parents[1]
     for command in (["mypy"], ["ruff", "check"], ["ruff", "format", "--check"]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=root, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
