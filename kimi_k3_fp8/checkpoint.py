@@ -223,7 +223,8 @@ def read_checkpoint(files: Files) -> Checkpoint:
     total_size = None
     if index is not None:
         weight_map = _checked_weight_map(index, index_name, problems)
-        total_size = (index.get("metadata") or {}).get("total_size")
+        metadata = index.get("metadata")
+        total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     shard_names = sorted(set(weight_map.values())) if index is not None else [SINGLE_NAME]
 
     tensors: dict[str, TensorInfo] = {}

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple
 
+from pydantic import ValidationError
+
 from kimi_k3_fp8.architecture import ALWAYS_UNQUANTIZED, FUSED_GROUPS, MXFP4_GROUP, module_class
 from kimi_k3_fp8.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from kimi_k3_fp8.errors import Problem
-from kimi_k3_fp8.recipe import BLOCK, IgnoreRule, Recipe
+from kimi_k3_fp8.recipe import BLOCK, IgnoreRule, Recipe, in_words
 
 SourceFormat = Literal["mxfp4", "plain"]
 
@@ -337,8 +339,18 @@ def _source_ignore_problems(checkpoint: Checkpoint, modules: Sequence[ModulePlan
     ignored = config.get("ignore") if isinstance(config, dict) else None
     packed = [module.name for module in modules if module.rule == "MXFP4 weight"]
     for pattern in ignored or []:
-        regex = re.compile(pattern[3:] if pattern.startswith("re:") else re.escape(pattern) + r"\Z")
-        if hit := next(filter(regex.match, packed), None):
+        exact = isinstance(pattern, str) and not pattern.startswith("re:")
+        try:
+            matches = pattern.__eq__ if exact else IgnoreRule(name="the source's", pattern=pattern).matches
+        except ValidationError as error:
+            yield Problem(
+                code="source-quantization",
+                subject=f"config.json: ignore entry {pattern!r}",
+                message=f"the source's own quantization_config cannot be followed: {in_words(error)}",
+                fix="use the model's own config.json",
+            )
+            continue
+        if hit := next(filter(matches, packed), None):
             yield Problem(
                 code="ignores-packed",
                 subject=pattern,

@@ -320,7 +320,7 @@ class Recipe(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise RecipeError(f"{path}: {_in_words(error)}") from error
+            raise RecipeError(f"{path}: {in_words(error)}") from error
 
     def save(self, path: str | Path) -> Path:
         """Write the recipe as JSON (suffix .json) or YAML (.yaml, .yml). Raises RecipeError else."""
@@ -336,7 +336,8 @@ class Recipe(BaseModel):
         return path
 
 
-def _in_words(error: ValidationError) -> str:
+def in_words(error: ValidationError) -> str:
+    """A pydantic error in one line: each field and what is wrong with it."""
     lines = (
         f"{'.'.join(str(part) for part in item['loc']) or 'recipe'}: "
         f"{item['msg'].removeprefix('Value error, ')}"

@@ -362,7 +362,7 @@ def _code_files(checkpoint: Checkpoint) -> Iterator[str]:
                 configs.append({})
     for config in configs:
         auto_map = config.get("auto_map") if isinstance(config, Mapping) else None
-        for entry in (auto_map or {}).values():
+        for entry in auto_map.values() if isinstance(auto_map, Mapping) else ():
             for reference in entry if isinstance(entry, list) else [entry]:
                 if isinstance(reference, str) and "--" not in reference:
                     yield reference.rpartition(".")[0].replace(".", "/") + ".py"

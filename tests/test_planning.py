@@ -303,6 +303,29 @@ def test_trap_12_configs_at_two_places(source: Path, tmp_path: Path) -> None:
     assert refused(source) == {("conflicting-configs", "config.json: text_config.quantization_config")}
 
 
+def test_trap_12_a_source_config_that_cannot_be_followed(source: Path) -> None:
+    def spoil(config: dict[str, Any]) -> None:
+        config["text_config"]["quantization_config"]["ignore"] = ["re:(", 5]
+
+    edit_json(source / "config.json", spoil)
+    subjects = {f"config.json: ignore entry {entry!r}" for entry in ("re:(", 5)}
+    assert refused(source) == {("source-quantization", subject) for subject in subjects}
+
+
+@pytest.mark.parametrize("value", [None, [], [1], "x", 5])
+def test_oddly_typed_json_is_no_accident(source: Path, converted: Path, tmp_path: Path, value: Any) -> None:
+    """Null or another type where a list or an object is usual: taken as absent, from plan to report."""
+
+    def spoil(config: dict[str, Any]) -> None:
+        config["auto_map"] = value
+        config["text_config"]["quantization_config"]["ignore"] = None
+
+    edit_json(source / "config.json", spoil)
+    edit_json(source / "model.safetensors.index.json", lambda index: index.update(metadata=value))
+    quantize(source, tmp_path / "out", executor=Inline(), progress=False)
+    assert read_tensors(tmp_path / "out") == read_tensors(converted)
+
+
 def test_no_config_at_all(source: Path) -> None:
     (source / "config.json").unlink()
     assert ("config-unreadable", "config.json") in refused(source)

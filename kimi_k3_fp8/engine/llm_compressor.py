@@ -90,7 +90,9 @@ def _make_view(
     source_config: Mapping[str, Any] | None,
 ) -> None:
     view.mkdir(parents=True)
-    config = {} if source_config is None else {"quantization_config": {"ignore": [], **source_config}}
+    config: dict[str, Any] = {}
+    if source_config is not None:  # LLM Compressor adds to `ignore`, so null will not do
+        config["quantization_config"] = {**source_config, "ignore": source_config.get("ignore") or []}
     (view / CONFIG_NAME).write_text(json.dumps(config))
     shards: dict[str, set[str]] = defaultdict(set)
     for tensor in tensors:
