@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kimi_k3_fp8.checkpoint import CONFIG_NAME, INDEX_NAME, Files, Folder, read_header
+from kimi_k3_fp8.checkpoint import CONFIG_NAME, INDEX_NAME, QUANTIZATION_KEYS, Files, Folder, read_header
 from kimi_k3_fp8.planning import Plan
 from kimi_k3_fp8.staging import Receipt, Staging, write_whole
 
@@ -44,7 +44,7 @@ def without_quantization_configs(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: without_quantization_configs(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in ("quantization_config", "compression_config")
+        if key not in QUANTIZATION_KEYS
     }
 
 

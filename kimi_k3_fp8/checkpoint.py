@@ -32,6 +32,8 @@ DTYPE_BITS: dict[str, int] = {
 _T = TypeVar("_T")
 
 CONFIG_NAME = "config.json"
+#: Keys under which config.json may describe a quantization, at any depth.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 #: Weights in formats that can run code or that belong to other programs: never opened, never copied.
@@ -185,7 +187,7 @@ class Checkpoint:
 def find_quantization_configs(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every `quantization_config` and `compression_config` in a config.json, at any depth."""
     for key, value in config.items():
-        if key in ("quantization_config", "compression_config"):
+        if key in QUANTIZATION_KEYS:
             if value is not None:
                 yield path + key, value
         elif isinstance(value, Mapping):

@@ -122,16 +122,21 @@ def _mxfp4_problems(path: str, config: Any) -> Iterator[Problem]:
 # --- what becomes of each module
 
 
+def by_module(tensors: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """The tensors of each module, in the order they come."""
+    found: dict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.module].append(tensor)
+    return found
+
+
 def expected_tensors(
     tensors: Iterable[TensorInfo], recipe: Recipe, source_format: SourceFormat
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """What a recipe makes of a source's tensors: dtype and shape of every output tensor by name."""
-    by_module: dict[str, list[TensorInfo]] = defaultdict(list)
-    for tensor in tensors:
-        by_module[tensor.module].append(tensor)
     return {
         name: (dtype, shape)
-        for module, held in by_module.items()
+        for module, held in by_module(tensors).items()
         for name, dtype, shape in decide(module, held, recipe, source_format)[1].outputs
     }
 

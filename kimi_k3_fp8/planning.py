@@ -35,6 +35,7 @@ from kimi_k3_fp8.decisions import (
     ModulePlan,
     SourceFormat,
     Unit,
+    by_module,
     decide,
     find_source_format,
     rule_problems,
@@ -328,10 +329,7 @@ def make_plan(
 
     modules, units = [], []
     with _no_garbage_collection():
-        by_module: dict[str, list[TensorInfo]] = defaultdict(list)
-        for tensor in checkpoint.tensors.values():
-            by_module[tensor.module].append(tensor)
-        for name, held in by_module.items():
+        for name, held in by_module(checkpoint.tensors.values()).items():
             module, unit, found = decide(name, held, recipe, source_format)
             modules.append(module)
             units.append(unit)

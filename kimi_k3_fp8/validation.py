@@ -25,6 +25,9 @@ from kimi_k3_fp8.tables import compact, html_table, text_table
 
 Level = Literal["config", "tensors", "values"]
 
+#: Dtype and shape of each tensor by its name.
+_Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
 #: Keys of compressed-tensors' config that say how it was made, not how it is to be read.
 _ONLY_NOTED = frozenset({"version", "observer", "observer_kwargs", "global_compression_ratio"})
 
@@ -132,10 +135,11 @@ def validate(
             if source is None or isinstance(source, Checkpoint)
             else read_checkpoint(find_source(source))
         )
-        problems += check_tensors(found, recipe, base)
+        expected = _expected(found, recipe, base)
+        problems += check_tensors(found, expected)
         problems += _check_files(found, base)
         if level == "values" and base is not None:
-            fidelity = _compare_values(found, base, recipe, verify)
+            fidelity = _compare_values(found, base, expected, verify)
             problems += fidelity_problems(fidelity)
     return Report(
         checkpoint=str(checkpoint),
@@ -149,9 +153,8 @@ def validate(
 
 
 def _compare_values(
-    found: Checkpoint, source: Checkpoint, recipe: Recipe, verify: Verify
+    found: Checkpoint, source: Checkpoint, expected: _Tensors, verify: Verify
 ) -> tuple[Fidelity, ...]:
-    expected = _expected(found, recipe, source)
     names = [n.removesuffix(".weight") for n, (dtype, _) in expected.items() if dtype == "F8_E4M3"]
     inputs, outputs = source.tensors.values(), found.tensors.values()
     return measure(source.files, inputs, found.files, outputs, sampled(names, verify))
@@ -250,9 +253,8 @@ def _compare_ignores(expected: list[str], found: Any) -> Iterator[Problem]:
 # --- tensors and files
 
 
-def check_tensors(checkpoint: Checkpoint, recipe: Recipe, source: Checkpoint | None) -> Iterator[Problem]:
+def check_tensors(checkpoint: Checkpoint, expected: _Tensors) -> Iterator[Problem]:
     """Every tensor's name, dtype and shape against what the recipe makes of the source's modules."""
-    expected = _expected(checkpoint, recipe, source)
     have = checkpoint.tensors
     unreadable = {p.subject for p in checkpoint.problems if p.code.startswith("shard-")}
     for name, (dtype, shape) in expected.items():
@@ -305,15 +307,14 @@ def _wrong(code: str, tensor: TensorInfo, expected: Any, found: Any) -> Problem:
     )
 
 
-def _expected(
-    checkpoint: Checkpoint, recipe: Recipe, source: Checkpoint | None
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _expected(checkpoint: Checkpoint, recipe: Recipe, source: Checkpoint | None) -> _Tensors:
     if source is not None:
         kind: Any = "mxfp4" if source.quantization_configs() else "plain"
         return expected_tensors(source.tensors.values(), recipe, kind)
     shapes = {tensor.name: tensor.shape for tensor in checkpoint.tensors.values()}
-    config = checkpoint.config.get("text_config") or {}
-    dimensions = infer_dimensions(shapes, layers=config.get("num_hidden_layers"))
+    config = checkpoint.config.get("text_config")
+    layers = config.get("num_hidden_layers") if isinstance(config, Mapping) else None
+    dimensions = infer_dimensions(shapes, layers=layers)
     specs = (TensorInfo(s.name, s.dtype, s.shape, "", 0, s.nbytes) for s in tensors(dimensions))
     return expected_tensors(specs, recipe, "mxfp4")
 
